@@ -1,0 +1,20 @@
+"""The configuration: one table of settings, and how file, environment and flags fill it.
+
+The table is ``ModelConfig`` and ``Config``. A new setting is a new field there; file keys, environment variables,
+flags, ``--help`` and the checks of docs/settings.md follow from it.
+"""
+
+from trioserve.config.description import SettingInfo, settings, settings_by_flag
+from trioserve.config.loading import load_config
+from trioserve.config.model_files import check_model_file
+from trioserve.config.table import Config, ModelConfig
+
+__all__ = [
+    "Config",
+    "ModelConfig",
+    "SettingInfo",
+    "check_model_file",
+    "load_config",
+    "settings",
+    "settings_by_flag",
+]

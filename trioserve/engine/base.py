@@ -1,0 +1,220 @@
+"""The engine's ports: what the rest of the house asks of it, and what comes back.
+
+An ``Engine`` loads ``Weights``; weights open ``Session`` s; a session works sequences step by step. Everything here
+blocks and is called in worker threads, except ``Session.interrupt``, which may be called from any thread at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from trioserve.engine.sampling import Sampling
+
+MAX_SLOTS = 16
+
+Progress = Callable[[float], None]
+"""Told how much of a file is loaded, from 0 to 1, in the loading thread."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended by itself."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What, beside the file, makes loaded weights what they are. Equal options on one file share the weights.
+
+    Attributes:
+        gpu_layers: layers to offload; -1 is all.
+        mmap: map the file instead of reading it.
+        mlock: keep the weights in memory.
+    """
+
+    gpu_layers: int = 0
+    mmap: bool = True
+    mlock: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How a session is made.
+
+    Attributes:
+        n_ctx: tokens of context for each sequence.
+        n_batch: tokens that one step may evaluate.
+        n_ubatch: tokens that the backend evaluates at once.
+        max_sequences: sequences that may live side by side in the session.
+        kv_dtype: element type of the KV cache.
+        flash_attention: None lets the engine choose what keeps answers independent of the load.
+    """
+
+    n_ctx: int = 4096
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    max_sequences: int = 1
+    kv_dtype: str = "f16"
+    flash_attention: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """One prompt to be continued.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_tokens: how many tokens may follow, at least one; the context's end comes first where it is nearer.
+        sampling: how tokens are chosen.
+        stops: strings that end the text and never appear in it.
+        ignore_eos: go on after an end-of-generation token.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A sequence has grown by one token.
+
+    Attributes:
+        sequence: which one.
+        token: its id in the vocabulary.
+        text: what may be sent now: none while a character or a possible stop string is incomplete.
+    """
+
+    sequence: int
+    token: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A sequence has ended by itself. ``text`` is what was still held back."""
+
+    sequence: int
+    reason: FinishReason
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A sequence could not go on. ``message`` is for the log."""
+
+    sequence: int
+    message: str
+
+
+StepEvent = Token | Finished | Failed
+
+
+class LoadFailure(Exception):
+    """The engine could not make weights or a session. ``str()`` says why, in its own words."""
+
+
+class Session(Protocol):
+    """Everything mutable about one execution. Worked by one thread at a time.
+
+    Attributes:
+        n_ctx: tokens of context for each sequence.
+    """
+
+    n_ctx: int
+
+    def add(self, request: SequenceRequest) -> int:
+        """Take a sequence in and return its number, unique among the live ones."""
+        ...
+
+    def step(self, threads: int) -> Sequence[StepEvent]:
+        """Evaluate one batch with everything the live sequences have to offer, and sample where a row is complete.
+
+        Arguments:
+            threads: CPU threads to use.
+
+        Returns:
+            What happened, in order. Empty while a prompt is still being evaluated, or when ``interrupt`` cut the step.
+        """
+        ...
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence, live or ended; its memory is free for the next one."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything and lower the interrupt flag: as good as new."""
+        ...
+
+    def interrupt(self) -> None:
+        """Make a running ``step`` return soon, and later ones at once, until ``reset``. Thread-safe, never waits."""
+        ...
+
+    def close(self) -> None:
+        """Free the session. No thread may be inside it. Idempotent."""
+        ...
+
+
+class Weights(Protocol):
+    """One model's read-only part, shared by all its sessions.
+
+    Attributes:
+        name: a human's name of the model.
+        n_ctx_train: context length it was trained for, in tokens.
+        size: bytes of its tensors.
+        chat_template: Jinja source from the file, or None.
+        bos_text, eos_text: the special tokens as text, for the template.
+        bos: id of the beginning-of-sequence token, or None.
+        max_sessions: how many sessions may exist at once.
+    """
+
+    name: str
+    n_ctx_train: int
+    size: int
+    chat_template: str | None
+    bos_text: str
+    eos_text: str
+    bos: int | None
+    vocab_size: int
+    max_sessions: int
+
+    def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
+        """Turn text into token ids.
+
+        Arguments:
+            text: any text without lone surrogates.
+            special: read the text of special tokens as those tokens, as a rendered template needs.
+            add_bos: put the model's beginning-of-sequence token first, where the model wants one.
+        """
+        ...
+
+    def open_session(self, options: SessionOptions) -> Session:
+        """Make a session.
+
+        Raises:
+            LoadFailure: it could not be made.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the weights. No session may be left. Idempotent."""
+        ...
+
+
+class Engine(Protocol):
+    """Where weights come from."""
+
+    def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> Weights:
+        """Load a GGUF file.
+
+        Raises:
+            LoadFailure: the file is damaged, of an unknown architecture, or too large.
+        """
+        ...

@@ -1,0 +1,204 @@
+"""One ``llama_context`` with the batch it is fed from and the flag that stops it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.engine.base import LoadFailure, SessionOptions
+from trioserve.engine.llama.library import captured_errors, flag_reader
+
+_KV_TYPES = {
+    "f32": llama_cpp.GGML_TYPE_F32,
+    "f16": llama_cpp.GGML_TYPE_F16,
+    "bf16": 30,  # GGML_TYPE_BF16; the binding does not name it
+    "q8_0": llama_cpp.GGML_TYPE_Q8_0,
+    "q4_0": llama_cpp.GGML_TYPE_Q4_0,
+}
+_FLASH_AUTO, _FLASH_OFF, _FLASH_ON = -1, 0, 1
+_FULL, _ABORTED = 1, 2  # positive answers of llama_decode
+
+
+class Outcome(Enum):
+    """How a decode ended."""
+
+    DONE = "done"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+class Batch:
+    """The tokens of one decode, as numpy arrays that ``llama_batch`` points into.
+
+    Arguments:
+        capacity: tokens that fit.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.size = 0
+        self._tokens = np.zeros(capacity, np.int32)
+        self._positions = np.zeros(capacity, np.int32)
+        self._counts = np.ones(capacity, np.int32)
+        self._sequences = np.zeros(capacity, np.int32)
+        self._outputs = np.zeros(capacity, np.int8)
+        item = self._sequences.itemsize
+        # llama_batch wants a pointer to the sequence list of each token; ours point into one array, one entry each.
+        self._pointers = self._sequences.ctypes.data + item * np.arange(capacity, dtype=np.uintp)
+        self._struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=_as(self._tokens, ctypes.c_int32),
+            embd=None,
+            pos=_as(self._positions, ctypes.c_int32),
+            n_seq_id=_as(self._counts, ctypes.c_int32),
+            seq_id=_as(self._pointers, ctypes.POINTER(ctypes.c_int32)),
+            logits=_as(self._outputs, ctypes.c_int8),
+        )
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self.capacity - self.size
+
+    @property
+    def struct(self) -> Any:
+        """The ``llama_batch`` over what was appended so far."""
+        self._struct.n_tokens = self.size
+        return self._struct
+
+    def clear(self) -> None:
+        """Start over."""
+        self.size = 0
+
+    def append(self, tokens: Sequence[int], position: int, sequence: int, *, output: bool) -> int:
+        """Add consecutive tokens of one sequence.
+
+        Arguments:
+            tokens: token ids; they must fit into ``room``.
+            position: of the first of them in its sequence.
+            sequence: its number.
+            output: compute logits after the last of them.
+
+        Returns:
+            The row of the last token, to ask ``Context.logits`` for.
+        """
+        start, end = self.size, self.size + len(tokens)
+        self._tokens[start:end] = tokens
+        self._positions[start:end] = range(position, position + len(tokens))
+        self._sequences[start:end] = sequence
+        self._outputs[start:end] = 0
+        self._outputs[end - 1] = output
+        self.size = end
+        return end - 1
+
+
+class Context:
+    """A private KV cache and compute buffers over shared weights.
+
+    Arguments:
+        model: a ``llama_model`` pointer that outlives this object.
+        n_vocab: size of its vocabulary.
+        options: sizes and types.
+        offloaded: whether layers run on another device than the CPU.
+
+    Raises:
+        LoadFailure: llama.cpp could not allocate it.
+    """
+
+    def __init__(self, model: Any, n_vocab: int, options: SessionOptions, *, offloaded: bool) -> None:
+        self._flag = ctypes.create_string_buffer(b"\x00\x00", 2)
+        self._read_flag = flag_reader()
+        with captured_errors() as errors:
+            self._ctx = llama_cpp.llama_init_from_model(model, _parameters(options, offloaded=offloaded))
+        if not self._ctx:
+            raise LoadFailure("; ".join(errors[-2:]) or "the context could not be allocated")
+        llama_cpp.llama_set_abort_callback(self._ctx, self._read_flag, ctypes.cast(self._flag, ctypes.c_void_p))
+        self._memory = llama_cpp.llama_get_memory(self._ctx)
+        self._threads = 0
+        self._row_type = ctypes.c_float * n_vocab
+
+    @property
+    def pointer(self) -> Any:
+        """The ``llama_context`` pointer."""
+        return self._ctx
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the abort flag is up."""
+        return self._flag.raw[0] != 0
+
+    def interrupt(self) -> None:
+        """Raise the abort flag. Any thread, any time, no waiting."""
+        self._flag[0] = 1  # type: ignore[call-overload]
+
+    def decode(self, batch: Batch, threads: int) -> Outcome:
+        """Evaluate a batch with so many CPU threads."""
+        if threads != self._threads:
+            llama_cpp.llama_set_n_threads(self._ctx, threads, threads)
+            self._threads = threads
+        code = llama_cpp.llama_decode(self._ctx, batch.struct)
+        if code == 0:
+            return Outcome.DONE
+        return Outcome.INTERRUPTED if code == _ABORTED or self.interrupted else Outcome.FAILED
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """The logits after a row of the last batch: ``[n_vocab]``, a view that the next decode overwrites."""
+        pointer = llama_cpp.llama_get_logits_ith(self._ctx, row)
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        if address is None:
+            raise RuntimeError(f"row {row} of the batch has no logits")
+        logits: npt.NDArray[np.float32] = np.ctypeslib.as_array(self._row_type.from_address(address))
+        return logits
+
+    def forget(self, sequence: int) -> None:
+        """Free the memory of one sequence."""
+        if not llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1):
+            raise RuntimeError(f"sequence {sequence} could not be removed from the context's memory")
+
+    def reset(self) -> None:
+        """Free all memory and lower the abort flag."""
+        llama_cpp.llama_memory_clear(self._memory, False)
+        self._flag[0] = 0  # type: ignore[call-overload]
+
+    def close(self) -> None:
+        """Free the context. Idempotent."""
+        if self._ctx:
+            ctx, self._ctx = self._ctx, None
+            llama_cpp.llama_free(ctx)
+
+
+def _parameters(options: SessionOptions, *, offloaded: bool) -> Any:
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = options.n_ctx * options.max_sequences
+    params.n_seq_max = options.max_sequences
+    params.n_batch = max(options.n_batch, options.max_sequences)
+    params.n_ubatch = min(options.n_ubatch, params.n_batch)
+    # One row of logits per sequence is all that is ever asked for; the default reserves one for every token of a batch.
+    params.n_outputs_max = options.max_sequences
+    params.type_k = params.type_v = _KV_TYPES[options.kv_dtype]
+    params.flash_attn_type = _flash_attention(options, offloaded=offloaded)
+    params.kv_unified = False
+    params.no_perf = True
+    return params
+
+
+def _flash_attention(options: SessionOptions, *, offloaded: bool) -> int:
+    """Choose flash attention where the operator left it open.
+
+    On the CPU it makes the logits depend on the number of threads and on how a prompt was cut into chunks; without it
+    they are the same bits either way, so an answer can't depend on the load. A quantised V cache can't do without it.
+    """
+    if options.flash_attention is not None:
+        return _FLASH_ON if options.flash_attention else _FLASH_OFF
+    quantised = options.kv_dtype.startswith("q")
+    return _FLASH_AUTO if offloaded or quantised else _FLASH_OFF
+
+
+def _as(array: npt.NDArray[Any], kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))

@@ -1,0 +1,58 @@
+"""A session: one private context and the decode core that works it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trioserve.engine.base import SequenceRequest, SessionOptions, StepEvent
+from trioserve.engine.llama.context import Context
+from trioserve.engine.llama.core import DecodeCore
+from trioserve.engine.llama.vocabulary import Vocabulary
+
+
+class LlamaSession:
+    """``engine.base.Session`` over llama.cpp.
+
+    Arguments:
+        model: a ``llama_model`` pointer that outlives the session.
+        vocabulary: of that model.
+        options: sizes and types.
+        offloaded: whether layers run on another device than the CPU.
+    """
+
+    def __init__(self, model: Any, vocabulary: Vocabulary, options: SessionOptions, *, offloaded: bool) -> None:
+        self.n_ctx = options.n_ctx
+        self._context = Context(model, vocabulary.size, options, offloaded=offloaded)
+        self._core = DecodeCore(
+            self._context,
+            vocabulary,
+            n_ctx=options.n_ctx,
+            n_batch=options.n_batch,
+            chunk=min(options.n_ubatch, options.n_batch),
+            max_sequences=options.max_sequences,
+        )
+
+    def add(self, request: SequenceRequest) -> int:
+        """Take a sequence in and return its number."""
+        return self._core.add(request)
+
+    def step(self, threads: int) -> Sequence[StepEvent]:
+        """Evaluate one batch."""
+        return self._core.step(threads)
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self._core.remove(sequence)
+
+    def reset(self) -> None:
+        """Forget all sequences and lower the interrupt flag."""
+        self._core.clear()
+
+    def interrupt(self) -> None:
+        """Stop a running step, from any thread."""
+        self._context.interrupt()
+
+    def close(self) -> None:
+        """Free the context."""
+        self._context.close()

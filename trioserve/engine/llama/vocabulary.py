@@ -1,0 +1,92 @@
+"""Text to tokens and tokens to bytes, for one loaded model. Read-only and safe from every thread."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp
+
+_PIECE_BYTES = 64
+
+
+class Vocabulary:
+    """The tokenizer of one model.
+
+    Arguments:
+        model: a ``llama_model`` pointer that outlives this object.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        # Filled as pieces are met: a whole vocabulary would cost a tenth of a second at load for what is mostly unused.
+        self._pieces: list[bytes | None] = [None] * self.size
+
+    @property
+    def pointer(self) -> Any:
+        """The ``llama_vocab`` pointer."""
+        return self._vocab
+
+    @property
+    def bos(self) -> int | None:
+        """The beginning-of-sequence token, where the vocabulary has one."""
+        return self._optional(llama_cpp.llama_vocab_bos(self._vocab))
+
+    def special_text(self, token: int | None) -> str:
+        """The text of a special token, empty for None."""
+        return "" if token is None else self._render(token, special=True).decode("utf-8", "replace")
+
+    @property
+    def bos_text(self) -> str:
+        """The beginning-of-sequence token as text."""
+        return self.special_text(self.bos)
+
+    @property
+    def eos_text(self) -> str:
+        """The end-of-sequence token as text."""
+        return self.special_text(self._optional(llama_cpp.llama_vocab_eos(self._vocab)))
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to an answer; none for control tokens."""
+        piece = self._pieces[token]
+        if piece is None:
+            piece = self._pieces[token] = self._render(token, special=False)
+        return piece
+
+    def ends_generation(self, token: int) -> bool:
+        """Whether the model says with this token that its answer is complete."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    @functools.cached_property
+    def end_tokens(self) -> Sequence[int]:
+        """All tokens that end an answer, in rising order."""
+        return [token for token in range(self.size) if self.ends_generation(token)]
+
+    def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
+        """Turn text into token ids; see ``engine.base.Weights.tokenize``."""
+        data = text.encode("utf-8")
+        room = len(data) + 8
+        for _ in range(2):
+            tokens = (ctypes.c_int32 * room)()
+            count = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, add_bos, special)
+            if count >= 0:
+                return tokens[:count]
+            room = -count
+        raise RuntimeError(f"the tokenizer changed its mind about {len(data)} bytes of text")
+
+    def _render(self, token: int, *, special: bool) -> bytes:
+        room = _PIECE_BYTES
+        for _ in range(2):
+            buffer = ctypes.create_string_buffer(room)
+            count = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            if count >= 0:
+                return buffer.raw[:count]
+            room = -count
+        raise RuntimeError(f"the vocabulary changed its mind about token {token}")
+
+    @staticmethod
+    def _optional(token: int) -> int | None:
+        return None if token < 0 else token

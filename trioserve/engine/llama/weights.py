@@ -1,0 +1,109 @@
+"""Loading GGUF files, and what all sessions of a model share."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from trioserve.engine.base import MAX_SLOTS, LoadFailure, LoadOptions, Progress, SessionOptions
+from trioserve.engine.llama.library import captured_errors, start_backend
+from trioserve.engine.llama.session import LlamaSession
+from trioserve.engine.llama.vocabulary import Vocabulary
+
+_NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
+_TEXT_BYTES = 256
+
+
+class LlamaWeights:
+    """``engine.base.Weights`` over a ``llama_model``.
+
+    Arguments:
+        model: the pointer, owned by this object from now on.
+        options: how it was loaded.
+    """
+
+    def __init__(self, model: Any, options: LoadOptions) -> None:
+        self._model = model
+        self._offloaded = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
+        self._vocabulary = Vocabulary(model)
+        self.vocab_size = self._vocabulary.size
+        self.name = _description(model)
+        self.n_ctx_train: int = llama_cpp.llama_model_n_ctx_train(model)
+        self.size: int = llama_cpp.llama_model_size(model)
+        self.chat_template = _chat_template(model)
+        self.bos = self._vocabulary.bos
+        self.bos_text = self._vocabulary.bos_text
+        self.eos_text = self._vocabulary.eos_text
+        self.max_sessions = MAX_SLOTS
+
+    def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
+        """Turn text into token ids."""
+        return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)
+
+    def open_session(self, options: SessionOptions) -> LlamaSession:
+        """Make a session over these weights."""
+        return LlamaSession(self._model, self._vocabulary, options, offloaded=self._offloaded)
+
+    def close(self) -> None:
+        """Free the model. Idempotent."""
+        if self._model is not None:
+            model, self._model = self._model, None
+            llama_cpp.llama_model_free(model)
+
+
+class LlamaEngine:
+    """``engine.base.Engine`` over llama.cpp."""
+
+    def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> LlamaWeights:
+        """Load a GGUF file; see ``engine.base.Engine.load``."""
+        start_backend()
+        params = llama_cpp.llama_model_default_params()
+        # Any negative number is "all" to llama.cpp too.
+        params.n_gpu_layers = options.gpu_layers
+        params.use_mmap = options.mmap
+        params.use_mlock = options.mlock
+        callback = _progress_callback(progress)
+        params.progress_callback = callback
+        with captured_errors() as errors:
+            model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        if not model:
+            raise LoadFailure("; ".join(errors[-3:]) or "llama.cpp gave no reason")
+        if reason := _unusable(model):
+            llama_cpp.llama_model_free(model)
+            raise LoadFailure(reason)
+        return LlamaWeights(model, options)
+
+
+def _progress_callback(progress: Progress | None) -> Any:
+    def report(fraction: float, _data: object) -> bool:
+        if progress is not None:
+            progress(fraction)
+        return True  # False would give the load up
+
+    return llama_cpp.llama_progress_callback(report)
+
+
+def _unusable(model: Any) -> str | None:
+    """Why this model can't answer prompts, or None."""
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    if llama_cpp.llama_vocab_type(vocab) == _NO_VOCABULARY or llama_cpp.llama_vocab_n_tokens(vocab) == 0:
+        return "the file has no vocabulary"
+    if llama_cpp.llama_model_has_encoder(model) or not llama_cpp.llama_model_has_decoder(model):
+        return "models with an encoder are not supported"
+    if llama_cpp.llama_model_is_diffusion(model):
+        return "diffusion models are not supported"
+    return None
+
+
+def _description(model: Any) -> str:
+    buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+    llama_cpp.llama_model_desc(model, buffer, _TEXT_BYTES)
+    return buffer.value.decode("utf-8", "replace")
+
+
+def _chat_template(model: Any) -> str | None:
+    text = llama_cpp.llama_model_chat_template(model, None)
+    return None if text is None else text.decode("utf-8", "replace")

@@ -1,0 +1,59 @@
+"""Reading a request's JSON body."""
+
+from __future__ import annotations
+
+import json
+from typing import NoReturn
+
+import trio
+from quart import Request
+
+from trioserve.errors import InvalidRequestError, UnsupportedMediaTypeError
+
+_INLINE_BYTES = 256 * 1024  # larger bodies are decoded in a thread, so that they don't hold up the event loop
+
+
+async def read_json(request: Request) -> dict[str, object]:
+    """Return the body as a JSON object.
+
+    Raises:
+        UnsupportedMediaTypeError: it is declared as something else.
+        InvalidRequestError: it is no JSON object.
+    """
+    _check_media_type(request)
+    data: bytes = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+    if len(data) <= _INLINE_BYTES:
+        return decode_object(data)
+    return await trio.to_thread.run_sync(decode_object, data)
+
+
+def decode_object(data: bytes) -> dict[str, object]:
+    """Decode a JSON object strictly: UTF-8, no NaN or Infinity, no bottomless nesting.
+
+    Raises:
+        InvalidRequestError: saying where it is wrong.
+    """
+    try:
+        decoded = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the body is not UTF-8: invalid byte at position {error.start}") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise InvalidRequestError(f"the body is not valid JSON: {error.msg} at {where}") from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
+    except ValueError as error:  # among them: integers of more digits than Python converts
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(decoded, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return decoded
+
+
+def _check_media_type(request: Request) -> None:
+    declared = (request.mimetype or "").lower()
+    if declared and declared != "application/json" and not declared.endswith("+json"):
+        raise UnsupportedMediaTypeError(f"the body is declared as {declared[:100]}; send application/json")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,135 @@
+"""One request and its response, from the first byte to the last, and whatever it holds meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import trio
+
+from trioserve.errors import ShuttingDownError, TrioserveError
+from trioserve.http.render import error_body
+from trioserve.http.sse import frame
+
+logger = logging.getLogger("trioserve.http")
+
+Message = dict[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+_KEY = "trioserve.exchange"
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_APOLOGY_SECONDS = 1.0
+RETRY_AFTER = {"server_busy": b"1", "shutting_down": b"5", "model_load_failed": b"5", "insufficient_memory": b"5"}
+
+
+def error_headers(error: TrioserveError) -> list[Header]:
+    """Headers of an error's response."""
+    headers = [(b"content-type", b"application/json")]
+    if error.code in RETRY_AFTER:
+        headers.append((b"retry-after", RETRY_AFTER[error.code]))
+    return headers
+
+
+class Exchange:
+    """Wraps the server's ``send`` for one request.
+
+    Arguments:
+        scope: of the ASGI call.
+        send: of the ASGI call.
+        send_timeout: seconds that one message may take to be handed to the transport.
+        closing: tells whether the connection shall close after this response.
+    """
+
+    def __init__(self, scope: Message, send: Send, send_timeout: float, closing: Callable[[], bool]) -> None:
+        self.resources = ExitStack()
+        self.request_id = _request_id(scope["headers"])
+        self.started = self.finished = False
+        self._is_stream = False
+        self._http1 = scope["http_version"].startswith("1")
+        self._raw_send = send
+        self._send_timeout = send_timeout
+        self._closing = closing
+        self._sending_since: float | None = None
+        scope[_KEY] = self
+
+    @classmethod
+    def of(cls, scope: Any) -> Exchange:
+        """The exchange that an ASGI scope belongs to."""
+        exchange = scope[_KEY]
+        assert isinstance(exchange, cls), "routes are called through the guard"
+        return exchange
+
+    async def send(self, message: Message) -> None:
+        """Hand a message to the server. A client that takes nothing for the send timeout counts as gone."""
+        if message["type"] == "http.response.start":
+            self._begin(message)
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        self.finished = self.finished or last
+        self._sending_since = trio.current_time()
+        # Hypercorn answers the last message with a disconnect, upon which Quart-Trio cancels the very send that
+        # delivers it: shielded, or connections would be neither closed nor kept alive as they should.
+        with trio.CancelScope(deadline=self._sending_since + self._send_timeout, shield=last) as scope:
+            await self._raw_send(message)
+        self._sending_since = None
+        if scope.cancelled_caught:
+            raise ClientStalledError(f"the client took no data for {self._send_timeout:g} s")
+
+    async def watch(self) -> None:
+        """Free what the request holds when a send takes too long that can't be cancelled.
+
+        Hypercorn's Trio worker shields its sends without a bound; a client that stops reading would hold its slot.
+        """
+        while True:
+            since = self._sending_since
+            now = trio.current_time()
+            due = (now if since is None else since) + self._send_timeout
+            if due <= now:
+                logger.info("client stalled", extra={"fields": {"request_id": self.request_id}})
+                self.resources.close()
+                return
+            await trio.sleep_until(due + 0.05)
+
+    async def refuse(self, error: TrioserveError) -> None:
+        """Answer with an error, without the application."""
+        body = error_body(error)
+        headers = [*error_headers(error), (b"content-length", str(len(body)).encode())]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def apologise(self) -> None:
+        """Tell the client that the server gives its request up: when the server itself cancels, from outside."""
+        if self.finished:
+            return
+        error = ShuttingDownError("the server is shutting down and gave this request up")
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _APOLOGY_SECONDS):
+            if not self.started:
+                await self.refuse(error)
+            else:
+                body = frame(error_body(error)) if self._is_stream else b""
+                await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _begin(self, message: Message) -> None:
+        self.started = True
+        headers = list(message.get("headers", []))
+        self._is_stream = any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers)
+        headers.append((b"x-request-id", self.request_id.encode()))
+        if self._http1 and self._closing():
+            headers.append((b"connection", b"close"))
+        message["headers"] = headers
+
+
+class ClientStalledError(Exception):
+    """The client has stopped reading."""
+
+
+def _request_id(headers: Iterable[Header]) -> str:
+    """The client's own id where it gave a usable one, else a fresh one."""
+    for name, value in headers:
+        if name.lower() == b"x-request-id" and _ID.fullmatch(value):
+            return value.decode()
+    return f"req-{uuid.uuid4().hex}"

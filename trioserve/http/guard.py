@@ -1,0 +1,82 @@
+"""Around every request: its identity, its resources, its bounds, and what a drain means for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+
+from trioserve.errors import ShuttingDownError
+from trioserve.http.exchange import ClientStalledError, Exchange, Message, Send
+from trioserve.scheduling.lifecycle import ProcessPhase
+from trioserve.service import Service
+
+logger = logging.getLogger("trioserve.http")
+
+Receive = Callable[[], Awaitable[Message]]
+App = Callable[[Any, Any, Any], Awaitable[None]]
+
+_STATUS_ROUTES = ("/health", "/v1/models")
+
+
+class Guard:
+    """An ASGI application around another one.
+
+    Whatever a request holds is entered in its exchange and freed here, on every way out: also where the application
+    returned a response whose body was never begun.
+
+    Arguments:
+        app: the application, called under Trio.
+        service: asked whether new work is taken.
+    """
+
+    def __init__(self, app: App, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._send_timeout = service.config.send_timeout_ms / 1000
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise NotImplementedError(f"{scope['type']} is not served here")
+        exchange = Exchange(scope, send, self._send_timeout, self._draining)
+        with exchange.resources:
+            try:
+                await self._serve(scope, receive, exchange)
+            except BaseException as error:
+                await self._bury(error, exchange)
+
+    async def _serve(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
+        if self._draining() and not scope["path"].startswith(_STATUS_ROUTES):
+            try:
+                self._service.check_accepting()
+            except ShuttingDownError as error:
+                await exchange.refuse(error)
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(exchange.watch)
+            await self._app(scope, receive, exchange.send)
+            nursery.cancel_scope.cancel()
+
+    def _draining(self) -> bool:
+        return self._service.phase is not ProcessPhase.SERVING
+
+    async def _bury(self, error: BaseException, exchange: Exchange) -> None:
+        """Deal with what came out of the application."""
+        stalled, rest = _split(error, ClientStalledError)
+        if stalled is not None:
+            logger.info("client stalled", extra={"fields": {"request_id": exchange.request_id}})
+        if rest is None:
+            return
+        cancelled, _ = _split(rest, trio.Cancelled)
+        if cancelled is not None:
+            await exchange.apologise()
+        raise rest
+
+
+def _split(error: BaseException, kind: type[BaseException]) -> tuple[BaseException | None, BaseException | None]:
+    """Divide an exception, or a group of them, into those of one kind and the others."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(kind)
+    return (error, None) if isinstance(error, kind) else (None, error)

@@ -1,0 +1,183 @@
+"""Hypercorn's connections under our own roof: bounded sends, a drain before the end, an end that is never late.
+
+``hypercorn.trio.serve`` sends inside a shield without a deadline, so a client that stops reading could hold its
+connection, and the shutdown, for ever. Here every stream bounds its own sends; everything else is Hypercorn's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config as HypercornConfig
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+
+from trioserve.config import Config
+from trioserve.errors import ConfigError
+
+CLOSING_SECONDS = 1.0
+"""How long connections may take to close after the drain."""
+
+BACKLOG = 1024
+
+
+class SendLimits:
+    """Bounds the sends of all streams of a server.
+
+    Arguments:
+        timeout: seconds that one send may take.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._stop_at = math.inf
+        self._scopes: set[trio.CancelScope] = set()
+
+    def stop_at(self, deadline: float) -> None:
+        """Let no send, present or future, last longer than until then."""
+        self._stop_at = deadline
+        for scope in self._scopes:
+            scope.deadline = min(scope.deadline, deadline)
+
+    @contextlib.contextmanager
+    def bound(self) -> Iterator[trio.CancelScope]:
+        """Bound one send."""
+        with trio.CancelScope(deadline=min(trio.current_time() + self._timeout, self._stop_at)) as scope:
+            self._scopes.add(scope)
+            try:
+                yield scope
+            finally:
+                self._scopes.discard(scope)
+
+
+class BoundedStream(trio.abc.HalfCloseableStream):
+    """A socket stream whose sends end in time, if need be by breaking the connection.
+
+    Arguments:
+        stream: of the accepted connection.
+        limits: shared by all streams of the server.
+    """
+
+    def __init__(self, stream: trio.SocketStream, limits: SendLimits) -> None:
+        self._stream = stream
+        self._limits = limits
+        self.socket = stream.socket
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Send, or break the connection when the peer takes nothing for too long."""
+        with self._limits.bound() as scope:
+            await self._stream.send_all(data)
+        if scope.cancelled_caught:
+            await trio.aclose_forcefully(self._stream)
+            raise trio.BrokenResourceError("the peer took no data for too long")
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """See ``trio.abc.SendStream``."""
+        await self._stream.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        """See ``trio.abc.HalfCloseableStream``."""
+        await self._stream.send_eof()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """See ``trio.abc.ReceiveStream``."""
+        return await self._stream.receive_some(max_bytes)
+
+    async def aclose(self) -> None:
+        """See ``trio.abc.AsyncResource``."""
+        await self._stream.aclose()
+
+
+class _Listener(trio.abc.Listener[BoundedStream]):
+    def __init__(self, listener: trio.SocketListener, limits: SendLimits) -> None:
+        self._listener = listener
+        self._limits = limits
+
+    async def accept(self) -> BoundedStream:
+        return BoundedStream(await self._listener.accept(), self._limits)
+
+    async def aclose(self) -> None:
+        await self._listener.aclose()
+
+
+def hypercorn_config(config: Config) -> HypercornConfig:
+    """Our settings in Hypercorn's terms, every one that would surprise set on purpose."""
+    theirs = HypercornConfig()
+    theirs.bind = [config.host if config.host.startswith("unix:") else _address(config.host, config.port)]
+    theirs.certfile = str(config.certfile) if config.certfile else None
+    theirs.keyfile = str(config.keyfile) if config.keyfile else None
+    theirs.keep_alive_timeout = config.keep_alive_timeout_ms / 1000
+    theirs.keep_alive_max_requests = 2**31
+    theirs.include_server_header = False
+    theirs.h2_max_concurrent_streams = 256
+    theirs.errorlog = None
+    theirs.accesslog = None
+    return theirs
+
+
+def bind(config: Config) -> socket.socket:
+    """Bind and listen.
+
+    Raises:
+        ConfigError: the address can't be had.
+    """
+    theirs = hypercorn_config(config)
+    try:
+        sockets = theirs.create_sockets()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {theirs.bind[0]}: {error.strerror or error}", param="port") from None
+    sock = (sockets.secure_sockets or sockets.insecure_sockets)[0]
+    sock.listen(BACKLOG)
+    return sock
+
+
+def url(config: Config, sock: socket.socket) -> str:
+    """Where clients reach a bound socket."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    return f"{'https' if config.certfile else 'http'}://{_address(host, port)}"
+
+
+async def serve_http(app: Any, config: Config, sock: socket.socket, until: Callable[[], Awaitable[None]]) -> None:
+    """Serve an ASGI application on a bound socket.
+
+    Arguments:
+        app: takes http scopes, under Trio.
+        config: of the server.
+        sock: bound and listening; closed at the end.
+        until: returns when serving shall end. New connections are accepted as long as it runs, so a drain inside it
+            can answer newcomers. Afterwards connections have ``CLOSING_SECONDS`` to close.
+    """
+    theirs = hypercorn_config(config)
+    limits = SendLimits(config.send_timeout_ms / 1000)
+    context = WorkerContext(None)
+    handler = partial(TCPServer, ASGIWrapper(app), theirs, context, ConnectionState({}))
+    async with trio.open_nursery() as connections:
+        async with trio.open_nursery() as accepting:
+            listeners = [_listener(theirs, sock, limits)]
+            accepting.start_soon(partial(trio.serve_listeners, handler, listeners, handler_nursery=connections))
+            await until()
+            accepting.cancel_scope.cancel()
+        await context.terminated.set()
+        deadline = trio.current_time() + CLOSING_SECONDS
+        limits.stop_at(deadline)
+        connections.cancel_scope.deadline = deadline
+
+
+def _listener(theirs: HypercornConfig, sock: socket.socket, limits: SendLimits) -> trio.abc.Listener[Any]:
+    plain = _Listener(trio.SocketListener(trio.socket.from_stdlib_socket(sock)), limits)
+    context = theirs.create_ssl_context()
+    return plain if context is None else trio.SSLListener(plain, context, https_compatible=True)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

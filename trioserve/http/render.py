@@ -1,0 +1,126 @@
+"""Answers in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trioserve.errors import TrioserveError
+from trioserve.runtime.model import ModelStatus
+from trioserve.service import Done, Generation, Usage
+
+_SEPARATORS = (",", ":")
+
+
+def dumps(value: object) -> bytes:
+    """Compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=_SEPARATORS).encode("utf-8", "replace")
+
+
+def error_body(error: TrioserveError) -> bytes:
+    """The error object that every route answers with."""
+    return dumps({"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}})
+
+
+def usage(counts: Usage) -> dict[str, int]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.completion_tokens,
+        "total_tokens": counts.total_tokens,
+    }
+
+
+def model(status: ModelStatus) -> dict[str, object]:
+    """One model of ``GET /v1/models``."""
+    return {
+        "id": status.id,
+        "object": "model",
+        "created": status.created,
+        "owned_by": "trioserve",
+        "state": status.state.value,
+        "loaded": status.loaded,
+        "slots": status.slots,
+        "active_slots": status.active_slots,
+        "queued_requests": status.queued_requests,
+        "max_parallel_slots": status.max_parallel_slots,
+        "n_ctx": status.n_ctx,
+    }
+
+
+class ChatShape:
+    """Chat completions, whole and in chunks."""
+
+    whole, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    @staticmethod
+    def opening() -> dict[str, Any] | None:
+        """What the first chunk says before there is text."""
+        return {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    @staticmethod
+    def piece(text: str) -> dict[str, Any]:
+        """More text."""
+        return {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+
+    @staticmethod
+    def ending(reason: str) -> dict[str, Any]:
+        """The end of the text."""
+        return {"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}
+
+    @staticmethod
+    def choice(text: str, reason: str) -> dict[str, Any]:
+        """The whole answer."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+
+
+class CompletionShape:
+    """Text completions, whole and in chunks."""
+
+    whole = chunk = "text_completion"
+    prefix = "cmpl-"
+
+    @staticmethod
+    def opening() -> dict[str, Any] | None:
+        """Text completions begin with text."""
+        return None
+
+    @staticmethod
+    def piece(text: str) -> dict[str, Any]:
+        """More text."""
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+
+    @staticmethod
+    def ending(reason: str) -> dict[str, Any]:
+        """The end of the text."""
+        return {"index": 0, "text": "", "logprobs": None, "finish_reason": reason}
+
+    @staticmethod
+    def choice(text: str, reason: str) -> dict[str, Any]:
+        """The whole answer."""
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+Shape = type[ChatShape] | type[CompletionShape]
+
+
+def envelope(shape: Shape, generation: Generation, kind: str) -> dict[str, Any]:
+    """The fields that all chunks of an answer share."""
+    return {
+        "id": shape.prefix + generation.id,
+        "object": kind,
+        "created": generation.created,
+        "model": generation.model,
+        "system_fingerprint": None,
+    }
+
+
+def whole(shape: Shape, generation: Generation, text: str, done: Done) -> Mapping[str, Any]:
+    """An answer in one piece."""
+    return {
+        **envelope(shape, generation, shape.whole),
+        "choices": [shape.choice(text, done.finish_reason.value)],
+        "usage": usage(done.usage),
+    }

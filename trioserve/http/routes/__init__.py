@@ -1,0 +1,1 @@
+"""One module per family of routes; each registers itself on an application."""

@@ -1,0 +1,24 @@
+"""Chat completions."""
+
+from __future__ import annotations
+
+from quart import Response, request
+from quart_trio import QuartTrio
+
+from trioserve.http.body import read_json
+from trioserve.http.completion import answer, generation_request
+from trioserve.http.exchange import Exchange
+from trioserve.http.render import ChatShape
+from trioserve.http.schemas.chat import ChatCompletionRequest
+from trioserve.service import ChatPrompt, Service
+
+
+def register(app: QuartTrio, service: Service) -> None:
+    """Add the routes."""
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions() -> Response:
+        body = ChatCompletionRequest.parse(await read_json(request))
+        exchange = Exchange.of(request.scope)
+        prompt = ChatPrompt([message.model_dump(exclude_unset=True) for message in body.messages])
+        return await answer(service, generation_request(body, prompt, body.limit, exchange), body, ChatShape, exchange)

@@ -1,0 +1,24 @@
+"""Text completions."""
+
+from __future__ import annotations
+
+from quart import Response, request
+from quart_trio import QuartTrio
+
+from trioserve.http.body import read_json
+from trioserve.http.completion import answer, generation_request
+from trioserve.http.exchange import Exchange
+from trioserve.http.render import CompletionShape
+from trioserve.http.schemas.completions import CompletionRequest
+from trioserve.service import Service
+
+
+def register(app: QuartTrio, service: Service) -> None:
+    """Add the routes."""
+
+    @app.post("/v1/completions")
+    async def completions() -> Response:
+        body = CompletionRequest.parse(await read_json(request))
+        exchange = Exchange.of(request.scope)
+        wanted = generation_request(body, body.prompt, body.max_tokens, exchange)
+        return await answer(service, wanted, body, CompletionShape, exchange)

@@ -1,0 +1,29 @@
+"""Which models there are, and how they are. Never waits, never loads."""
+
+from __future__ import annotations
+
+from quart import Response
+from quart_trio import QuartTrio
+
+from trioserve.errors import ModelNotFoundError
+from trioserve.http import render
+from trioserve.service import Service
+
+
+def register(app: QuartTrio, service: Service) -> None:
+    """Add the routes."""
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return _json({"object": "list", "data": [render.model(status) for status in service.models()]})
+
+    @app.get("/v1/models/<path:model_id>")
+    async def one_model(model_id: str) -> Response:
+        for status in service.models():
+            if status.id == model_id:
+                return _json(render.model(status))
+        raise ModelNotFoundError(f"the model {model_id[:100]!r} does not exist", param="model")
+
+
+def _json(value: object) -> Response:
+    return Response(render.dumps(value), content_type="application/json")

@@ -1,0 +1,1 @@
+"""What request bodies may hold, each field declared once: type, range, meaning."""

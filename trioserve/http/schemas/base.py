@@ -1,0 +1,192 @@
+"""Validation that answers in OpenAI's error shape, naming the field and the limit."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from trioserve.errors import InvalidRequestError
+
+INT64 = 2**63
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 4096
+
+
+def _encodable(text: str) -> str:
+    """Refuse lone surrogates, which JSON can spell and UTF-8 can't."""
+    if any(unicodedata.category(character) == "Cs" for character in text if "\ud800" <= character <= "\udfff"):
+        raise ValueError("must not contain lone surrogates")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class Schema(BaseModel):
+    """Base of all request bodies: strict types, finite numbers, null as absent, unknown fields ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, body: Mapping[str, object]) -> Self:
+        """Validate a decoded JSON object.
+
+        Raises:
+            InvalidRequestError: the first field that is wrong.
+        """
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise _first_problem(error) from None
+
+
+class StreamOptions(Schema):
+    """How a stream is told."""
+
+    include_usage: bool | None = Field(None, description="Send one more chunk with the usage before the end.")
+
+
+class GenerationFields(Schema):
+    """Fields that chat and text completions share."""
+
+    # Fields of OpenAI's or llama-server's API that this server can't honour, with the values that ask for nothing.
+    # Anything else in them is refused, since the answer would silently be another one than was asked for.
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "n": (1,),
+        "best_of": (1,),
+        "logit_bias": ({}, []),
+        "grammar": ("",),
+        "json_schema": ({},),
+        "response_format": ({"type": "text"},),
+        "mirostat": (0,),
+        "typical_p": (1, 1.0),
+        "top_n_sigma": (-1, -1.0, 0),
+        "xtc_probability": (0, 0.0),
+        "dry_multiplier": (0, 0.0),
+        "lora": ([],),
+    }
+
+    model: Text | None = Field(None, description="Id of a registered model; may be left out where there is one only.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+    stream_options: StreamOptions | None = Field(None, description="How a stream is told.")
+    max_tokens: int | None = Field(None, ge=1, lt=INT64, description="Most tokens of the answer.")
+    temperature: float | None = Field(None, ge=0, le=2, description="Randomness; 0 is greedy.")
+    top_p: float | None = Field(None, ge=0, le=1, description="Nucleus: the share of probability that is kept.")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Most likely tokens that are kept; 0 or -1 is all.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Drop what is less likely than this share of the top.")
+    repeat_penalty: float | None = Field(None, gt=0, le=10, description="Divisor for tokens used lately; 1 is off.")
+    repeat_last_n: int | None = Field(None, ge=-1, lt=2**31, description="How far back that looks; -1 is everything.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty per earlier use in the answer.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty for any earlier use in the answer.")
+    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="Of the random numbers; -1 or none is a fresh one.")
+    stop: Text | list[Text] | None = Field(None, description="Strings that end the answer and don't appear in it.")
+    ignore_eos: bool | None = Field(None, description="Never end the answer at the model's own wish.")
+    cache_prompt: bool | None = Field(None, description="Accepted for llama-server's clients; without effect.")
+    busy_timeout_ms: int | None = Field(
+        None, ge=0, lt=2**31, description="Wait for a slot, in milliseconds; may only shorten the server's."
+    )
+
+    @classmethod
+    def parse(cls, body: Mapping[str, object]) -> Self:
+        """Validate a decoded JSON object; also refuse what this server can't honour."""
+        parsed = super().parse(body)
+        for name, values in cls.neutral.items():
+            value = body.get(name)
+            if value is not None and not any(_same(value, neutral) for neutral in values):
+                raise InvalidRequestError(f"{name} is not supported by this server; leave it out", param=name)
+        parsed._check_stops()
+        return parsed
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def _check_stops(self) -> None:
+        if len(self.stops) > MAX_STOPS:
+            raise InvalidRequestError(
+                f"stop has {len(self.stops)} strings, at most {MAX_STOPS} are allowed", param="stop"
+            )
+        for stop in self.stops:
+            if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequestError(
+                    f"each stop string needs 1 to {MAX_STOP_CHARACTERS} characters, one has {len(stop)}", param="stop"
+                )
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equality that doesn't take true for 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _first_problem(error: ValidationError) -> InvalidRequestError:
+    details = error.errors(include_url=False, include_context=True)
+    first = details[0]
+    # The branches of a union report one by one; the field is what their locations have in common.
+    if len(details) > 1 and details[1]["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]:
+        union = [item for item in details if item["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
+        if all(isinstance(item["loc"][-1], str) and _is_branch(item) for item in union):
+            wanted = " or ".join(dict.fromkeys(_plain(item) for item in union))
+            return _problem(first["loc"][:-1], wanted)
+    return _problem(tuple(part for part in first["loc"] if not _names_branch(part)), _plain(first))
+
+
+def _problem(location: tuple[Any, ...], text: str) -> InvalidRequestError:
+    param = _path(location)
+    return InvalidRequestError(f"{param}: {text}" if param else text, param=param or None)
+
+
+_BRANCHES = ("str", "int", "list[", "dict[", "function-", "constrained-", "float", "bool")
+
+
+def _names_branch(part: object) -> bool:
+    return isinstance(part, str) and part.startswith(_BRANCHES)
+
+
+def _is_branch(item: ErrorDetails) -> bool:
+    return _names_branch(item["loc"][-1])
+
+
+def _path(location: tuple[Any, ...]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path
+
+
+def _plain(item: ErrorDetails) -> str:
+    """One problem in plain words, with the limit where there is one."""
+    kind, context = item["type"], item.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"])
+    words = _WORDS.get(kind)
+    if words is None:
+        return item["msg"]
+    return words.format(**context)
+
+
+_WORDS = {
+    "missing": "is required",
+    "int_type": "must be an integer",
+    "int_parsing_size": "is out of range",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "greater_than_equal": "must be {ge} or more",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be {le} or less",
+    "less_than": "must be less than {lt}",
+    "too_short": "must have {min_length} or more items",
+    "string_too_short": "must have {min_length} or more characters",
+}

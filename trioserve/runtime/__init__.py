@@ -1,0 +1,1 @@
+"""The life of models: registry, loading, pools, slots, leases, drain."""

@@ -1,0 +1,76 @@
+"""The async shell around ``Admission``: callers wait here until their ticket is granted."""
+
+from __future__ import annotations
+
+import math
+
+import trio
+
+from trioserve.errors import ServerBusyError
+from trioserve.scheduling.admission import Admission, Ticket
+from trioserve.scheduling.statistics import AdmissionStatistics
+
+
+class Gate:
+    """Where callers of one model wait for their turn.
+
+    Arguments:
+        admission: the decider; this gate is its only user.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._waiting: dict[Ticket, trio.Event] = {}
+
+    async def pass_through(self, ticket: Ticket) -> None:
+        """Wait until the ticket is granted. Not a checkpoint when it is granted at once.
+
+        Cancellation, at any moment, takes the ticket back and lets the next ones move up.
+
+        Raises:
+            ServerBusyError: turned away on arrival, or not granted within the ticket's wait.
+        """
+        self._admission.enter(ticket, trio.current_time())
+        self._assign()
+        if ticket.granted:
+            return
+        event = self._waiting[ticket] = trio.Event()
+        try:
+            with trio.move_on_after(math.inf if ticket.wait is None else ticket.wait):
+                await event.wait()
+            if not ticket.granted:
+                assert ticket.wait is not None, "only a bounded wait ends without a grant"
+                raise ServerBusyError(f"no slot came free within {ticket.wait * 1000:.0f} ms (busy_timeout_ms)")
+        except BaseException:
+            self._admission.withdraw(ticket)
+            self._assign()
+            raise
+        finally:
+            self._waiting.pop(ticket, None)
+
+    def release(self, ticket: Ticket) -> None:
+        """Return what was granted; the next in the queue get it in this same step.
+
+        Raises:
+            RuntimeError: the ticket holds nothing.
+        """
+        self._admission.release(ticket)
+        self._assign()
+
+    def resize(self, slots: int, max_queued: int) -> None:
+        """Change the bounds while the whole model is held."""
+        self._admission.resize(slots, max_queued)
+
+    def statistics(self) -> AdmissionStatistics:
+        """Return one consistent moment of queue and leases."""
+        return self._admission.statistics()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody holds anything and nobody waits."""
+        return self._admission.idle
+
+    def _assign(self) -> None:
+        for ticket in self._admission.assign(trio.current_time()):
+            if event := self._waiting.get(ticket):
+                event.set()

@@ -1,0 +1,129 @@
+"""The pool of one model: its sessions, made one after another and published whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from trioserve.config import ModelConfig
+from trioserve.engine.base import LoadFailure, LoadOptions, Progress, Session, SessionOptions, Weights
+from trioserve.errors import InvalidModelError, ModelLoadError
+from trioserve.runtime.cores import Cores
+from trioserve.runtime.slot import Slot
+from trioserve.runtime.weights_cache import WeightsCache
+
+DEFAULT_N_CTX = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """A published pool. While it stands, its weights may be asked to tokenise.
+
+    Attributes:
+        config: what it was made from.
+        weights: shared by its sessions.
+        n_ctx: tokens of context of each slot.
+        slots: one task each, the primary's first.
+    """
+
+    config: ModelConfig
+    weights: Weights
+    n_ctx: int
+    slots: Sequence[Slot]
+
+
+def load_options(config: ModelConfig) -> LoadOptions:
+    """What of a model's configuration makes its weights what they are."""
+    return LoadOptions(gpu_layers=config.gpu_layers, mmap=config.mmap, mlock=config.mlock)
+
+
+def session_options(config: ModelConfig, n_ctx_train: int) -> SessionOptions:
+    """What of a model's configuration makes its sessions what they are.
+
+    Arguments:
+        config: of the model.
+        n_ctx_train: context length the model was trained for; the default stays within it.
+    """
+    n_ctx = config.n_ctx or min(DEFAULT_N_CTX, n_ctx_train or DEFAULT_N_CTX)
+    flash = {"auto": None, "on": True, "off": False}[config.flash_attention]
+    return SessionOptions(
+        n_ctx=n_ctx,
+        n_batch=config.n_batch,
+        n_ubatch=config.n_ubatch,
+        kv_dtype=config.kv_dtype,
+        flash_attention=flash,
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_sessions(
+    config: ModelConfig, cache: WeightsCache, progress: Progress | None
+) -> AsyncIterator[tuple[Weights, Sequence[Session], int]]:
+    """Load weights and make one session per slot; undo all of it in reverse order.
+
+    Clones go before the primary and the primary before the weights, also when making one of them failed.
+
+    Yields:
+        The weights, the sessions, and the tokens of context of each.
+
+    Raises:
+        InvalidModelError: the model can't have that many slots.
+        ModelLoadError: weights or a session could not be made.
+    """
+    weights = await cache.acquire(config.path, load_options(config), progress)
+    sessions: list[Session] = []
+    try:
+        if config.slots > weights.max_sessions:
+            raise InvalidModelError(
+                f"slots is {config.slots}, but {weights.name} can have {weights.max_sessions} at most", param="slots"
+            )
+        options = session_options(config, weights.n_ctx_train)
+        for index in range(config.slots):
+            session = await _open_session(weights, options, index)
+            sessions.append(session)
+        yield weights, sessions, options.n_ctx
+    finally:
+        with trio.CancelScope(shield=True):
+            for session in reversed(sessions):
+                await trio.to_thread.run_sync(session.close)
+            await cache.release(weights)
+
+
+async def _open_session(weights: Weights, options: SessionOptions, index: int) -> Session:
+    try:
+        return await trio.to_thread.run_sync(weights.open_session, options)
+    except LoadFailure as error:
+        raise ModelLoadError(f"slot {index} of {weights.name} could not be made: {error}") from None
+
+
+async def serve_pool(
+    config: ModelConfig,
+    cache: WeightsCache,
+    cores: Cores,
+    retire: trio.Event,
+    progress: Progress | None = None,
+    *,
+    task_status: trio.TaskStatus[Pool],
+) -> None:
+    """Be a loaded model: load, publish the pool, run its slots until told to retire, then free everything.
+
+    Arguments:
+        config: of the model.
+        cache: where its weights come from.
+        cores: shared with all other slots of the process.
+        retire: set when no lease is left and the pool shall go.
+        progress: told of the load.
+        task_status: started with the pool once it is whole.
+    """
+    async with open_sessions(config, cache, progress) as (weights, sessions, n_ctx):
+        limiter = trio.CapacityLimiter(config.slots)
+        slots = [Slot(index, session, limiter, cores, config.threads) for index, session in enumerate(sessions)]
+        async with trio.open_nursery() as nursery:
+            for slot in slots:
+                await nursery.start(slot.run)
+            task_status.started(Pool(config, weights, n_ctx, slots))
+            await retire.wait()
+            nursery.cancel_scope.cancel()

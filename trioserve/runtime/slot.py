@@ -1,0 +1,89 @@
+"""A slot: the task that owns one session and serves one lease at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import trio
+
+from trioserve.engine.base import Session
+from trioserve.errors import EngineError
+from trioserve.runtime.cores import Cores
+from trioserve.runtime.job import Job
+
+logger = logging.getLogger("trioserve.slot")
+
+
+class Slot:
+    """Works jobs on its session, one after another, in worker threads.
+
+    Arguments:
+        index: its number in the pool.
+        session: owned by this slot alone.
+        limiter: the model's own; its total is the slot count.
+        cores: where the slot asks for its share of threads.
+        threads: cores that the model may use; 0 is all.
+    """
+
+    def __init__(self, index: int, session: Session, limiter: trio.CapacityLimiter, cores: Cores, threads: int) -> None:
+        self.index = index
+        self.session = session
+        self._limiter = limiter
+        self._cores = cores
+        self._threads = threads
+        self._send, self._receive = trio.open_memory_channel[tuple[Job, Callable[[], None]]](1)
+
+    def submit(self, job: Job, on_idle: Callable[[], None]) -> None:
+        """Give the slot its next job. The holder of the slot's lease does so, when the slot is idle.
+
+        Arguments:
+            job: what to do.
+            on_idle: called in the event loop once the thread has ended and the session is clean.
+        """
+        self._send.send_nowait((job, on_idle))
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled. Cancellation takes effect between jobs, never inside one."""
+        task_status.started()
+        with self._send, self._receive:
+            async for job, on_idle in self._receive:
+                # A session is free only when its thread has ended: nothing may cut the wait for it short. A job is
+                # ended by its own `cancel`, which the lease calls.
+                with trio.CancelScope(shield=True):
+                    await self._work(job)
+                on_idle()
+
+    async def _work(self, job: Job) -> None:
+        try:
+            while True:
+                with self._cores.busy():
+                    await trio.to_thread.run_sync(self._decode, job, limiter=self._limiter)
+                if job.done:
+                    return
+                await job.wait_for_room()
+        except Exception:
+            # The root of all inference: whatever it raised ends this request and nothing else.
+            logger.exception("slot %d failed", self.index)
+            job.fail(EngineError("inference failed"))
+
+    def _decode(self, job: Job) -> None:
+        """Step the session until the sequence ends, the job is cancelled, or its reader is too far behind."""
+        session = self.session
+        if job.started_at is None:
+            # First of all: this also lowers a flag that was raised after the previous job's last step.
+            session.reset()
+            job.begin()
+            if job.wanted:
+                session.add(job.request)
+        try:
+            while job.wanted and not job.full:
+                job.post(session.step(self._cores.share(self._threads)))
+        except BaseException:
+            job.abandon()
+            raise
+        finally:
+            if not job.wanted:
+                job.ended_at = time.perf_counter()
+                session.reset()

@@ -1,0 +1,113 @@
+"""Weights, loaded once however many sessions and models use them."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from trioserve.engine.base import Engine, LoadFailure, LoadOptions, Progress, Weights
+from trioserve.errors import ModelLoadError
+
+logger = logging.getLogger("trioserve.weights")
+
+_PARALLEL_LOADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What makes two loads the same: the very same file, unchanged, with the same options."""
+
+    path: str
+    modified_ns: int
+    size: int
+    options: LoadOptions
+
+    @classmethod
+    def of(cls, path: Path, options: LoadOptions) -> _Key:
+        real = path.resolve()
+        status = real.stat()
+        return cls(str(real), status.st_mtime_ns, status.st_size, options)
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    users: int = 0
+    weights: Weights | None = None
+    error: ModelLoadError | None = None
+    settled: trio.Event = field(default_factory=trio.Event)
+
+
+class WeightsCache:
+    """Shares weights between whoever asks for the same file with the same options.
+
+    The first one loads, those who come meanwhile wait for that load, and the last one to leave frees. A failed load is
+    forgotten, so the next one to come tries again.
+
+    Arguments:
+        engine: where weights come from.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._entries: dict[_Key, _Entry] = {}
+        self._keys: dict[int, _Key] = {}
+        self._limiter = trio.CapacityLimiter(_PARALLEL_LOADS)
+
+    async def acquire(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> Weights:
+        """Return loaded weights; each call is paired with one ``release``.
+
+        Arguments:
+            path: a GGUF file.
+            options: how to load it.
+            progress: told of the load, if it is this call that loads.
+
+        Raises:
+            ModelLoadError: the file could not be loaded.
+        """
+        try:
+            key = _Key.of(path, options)
+        except OSError as error:
+            raise ModelLoadError(f"cannot read {path}: {error.strerror}") from None
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry()
+            await self._load(key, entry, path, progress)
+        else:
+            await entry.settled.wait()
+        if entry.error is not None:
+            raise entry.error
+        assert entry.weights is not None, "a settled entry has weights or an error"
+        entry.users += 1
+        return entry.weights
+
+    async def release(self, weights: Weights) -> None:
+        """Give weights back; the last user's call frees them."""
+        key = self._keys[id(weights)]
+        entry = self._entries[key]
+        entry.users -= 1
+        if entry.users == 0:
+            del self._entries[key], self._keys[id(weights)]
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(weights.close, limiter=self._limiter)
+
+    async def _load(self, key: _Key, entry: _Entry, path: Path, progress: Progress | None) -> None:
+        try:
+            with trio.CancelScope(shield=True):  # others wait for this load, whatever becomes of its caller
+                entry.weights = await trio.to_thread.run_sync(
+                    self._engine.load, path, key.options, progress, limiter=self._limiter
+                )
+            self._keys[id(entry.weights)] = key
+        except LoadFailure as error:
+            entry.error = ModelLoadError(f"{path} could not be loaded: {error}")
+        except BaseException:
+            entry.error = ModelLoadError(f"{path} could not be loaded")
+            raise
+        finally:
+            if entry.error is not None:
+                with suppress(KeyError):
+                    del self._entries[key]
+            entry.settled.set()

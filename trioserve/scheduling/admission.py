@@ -1,0 +1,219 @@
+"""First come, first served: who gets which slot of one model, and when.
+
+``Admission`` is a synchronous decider. The caller tells it what happened (an arrival, a release, a withdrawal) together
+with the present time, and carries out the grants that ``assign`` returns. Rules:
+
+- One queue, in order of arrival, for requests and management operations alike.
+- A request takes one free slot; a management operation takes the whole model, once every lease is back.
+- Whoever stands behind a waiting management operation waits too, even when slots are free: neither side starves.
+- A grant is recorded in the very step that made it possible, so no newcomer can slip in before it is carried out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from trioserve.errors import ServerBusyError
+from trioserve.scheduling.statistics import AdmissionStatistics
+
+
+class Kind(Enum):
+    """What a ticket asks for: one slot, or the whole model."""
+
+    REQUEST = "request"
+    MANAGER = "manager"
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One caller's place, from its arrival to its release.
+
+    Attributes:
+        kind: one slot or the whole model.
+        wait: seconds that the caller may wait for admission; None is without bound, 0 is not at all.
+        slot: index of the granted slot; None while queued, and for managers.
+        since: time of the grant in seconds; None while queued.
+    """
+
+    kind: Kind = Kind.REQUEST
+    wait: float | None = None
+    slot: int | None = field(default=None, init=False)
+    since: float | None = field(default=None, init=False)
+
+    @property
+    def granted(self) -> bool:
+        """Whether the ticket holds what it asked for."""
+        return self.since is not None
+
+
+class Admission:
+    """The queue and the leases of one model.
+
+    Arguments:
+        slots: how many requests may hold a slot at once.
+        max_queued: how many requests may wait; one more is turned away.
+    """
+
+    def __init__(self, slots: int, max_queued: int) -> None:
+        self._slots = slots
+        self._max_queued = max_queued
+        self._queue: deque[Ticket] = deque()
+        self._waiting_managers = 0  # how many of the queued tickets are managers', so that counting costs nothing
+        self._leases: dict[int, Ticket] = {}
+        self._exclusive: Ticket | None = None
+
+    def __repr__(self) -> str:
+        return f"<Admission {self.statistics()}>"
+
+    def resize(self, slots: int, max_queued: int) -> None:
+        """Change the bounds. Only the holder of the whole model may do so.
+
+        Raises:
+            RuntimeError: nobody holds the whole model.
+        """
+        if self._exclusive is None:
+            raise RuntimeError("the slot count may only change while the whole model is held")
+        self._slots, self._max_queued = slots, max_queued
+
+    def enter(self, ticket: Ticket, now: float) -> None:
+        """Put a newcomer at the end of the queue, or turn it away.
+
+        The caller runs ``assign`` next. A ticket that is turned away leaves no trace.
+
+        Arguments:
+            ticket: a fresh ticket.
+            now: the present time in seconds, on the same clock as every other call.
+
+        Raises:
+            ServerBusyError: it may not wait as long as it would have to, or the queue is full.
+        """
+        if not self._admissible_now(ticket):
+            self._refuse_hopeless(ticket, now)
+        self._queue.append(ticket)
+        self._waiting_managers += ticket.kind is Kind.MANAGER
+
+    def assign(self, now: float) -> list[Ticket]:
+        """Grant what can be granted, in order of arrival.
+
+        Returns:
+            The tickets granted in this step; each has its ``slot`` and ``since`` set.
+        """
+        grants = []
+        while self._queue and self._fits(self._queue[0]):
+            ticket = self._queue.popleft()
+            self._waiting_managers -= ticket.kind is Kind.MANAGER
+            self._grant(ticket, now)
+            grants.append(ticket)
+        return grants
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Take a ticket back, wherever it stands: queued, granted, or gone already.
+
+        The caller runs ``assign`` next, since whoever stood behind it may go on.
+        """
+        if ticket.granted:
+            self.release(ticket)
+        elif ticket in self._queue:
+            self._queue.remove(ticket)
+            self._waiting_managers -= ticket.kind is Kind.MANAGER
+
+    def release(self, ticket: Ticket) -> None:
+        """Return what was granted. The caller runs ``assign`` next.
+
+        Raises:
+            RuntimeError: the ticket holds nothing, for example since it was released before.
+        """
+        if ticket.kind is Kind.MANAGER:
+            if self._exclusive is not ticket:
+                raise RuntimeError("released a management ticket that does not hold the model")
+            self._exclusive = None
+        else:
+            if ticket.slot is None or self._leases.get(ticket.slot) is not ticket:
+                raise RuntimeError("released a ticket that holds no slot")
+            del self._leases[ticket.slot]
+        ticket.slot = ticket.since = None
+
+    def statistics(self) -> AdmissionStatistics:
+        """Return one consistent moment of queue and leases."""
+        return AdmissionStatistics(
+            slots=self._slots,
+            active=len(self._leases),
+            queued=self._queued_requests,
+            waiting_managers=self._waiting_managers,
+            exclusive=self._exclusive is not None,
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody holds anything and nobody waits."""
+        return not self._leases and not self._queue and self._exclusive is None
+
+    @property
+    def _queued_requests(self) -> int:
+        return len(self._queue) - self._waiting_managers
+
+    def _grant(self, ticket: Ticket, now: float) -> None:
+        ticket.since = now
+        if ticket.kind is Kind.MANAGER:
+            self._exclusive = ticket
+        else:
+            ticket.slot = next(self._free_slots())
+            self._leases[ticket.slot] = ticket
+
+    def _free_slots(self) -> Iterator[int]:
+        return (slot for slot in range(self._slots) if slot not in self._leases)
+
+    def _fits(self, ticket: Ticket) -> bool:
+        """Whether the head of the queue can be granted this instant."""
+        if self._exclusive is not None:
+            return False
+        if ticket.kind is Kind.MANAGER:
+            return not self._leases
+        return len(self._leases) < self._slots
+
+    def _admissible_now(self, newcomer: Ticket) -> bool:
+        return not self._queue and self._fits(newcomer)
+
+    def _refuse_hopeless(self, newcomer: Ticket, now: float) -> None:
+        """Raise where the newcomer's wait is known to be in vain."""
+        if newcomer.wait == 0:
+            raise ServerBusyError("no slot is free and the request may not wait (busy_timeout_ms is 0)")
+        if newcomer.kind is Kind.REQUEST and self._queued_requests >= self._max_queued:
+            raise ServerBusyError(f"the queue is full: {self._max_queued} requests wait already (max_queued_requests)")
+        if newcomer.wait is not None and self._overdue(newcomer.kind, newcomer.wait, now):
+            raise ServerBusyError(
+                f"whatever stands in the way has been running for {newcomer.wait * 1000:.0f} ms or more, "
+                "as long as the request may wait (busy_timeout_ms)"
+            )
+
+    def _overdue(self, kind: Kind, wait: float, now: float) -> bool:
+        """Whether what blocks a newcomer has been held for as long as it may wait already.
+
+        For a request that is every occupied slot: one healthy slot gives hope. A manager needs them all, so for it any
+        lease or a running management operation is enough.
+        """
+        if kind is Kind.MANAGER:
+            holders = [*self._leases.values(), *([self._exclusive] if self._exclusive else [])]
+            return any(self._age(holder, now) >= wait for holder in holders)
+        return bool(self._leases) and all(self._age(holder, now) >= wait for holder in self._leases.values())
+
+    @staticmethod
+    def _age(holder: Ticket, now: float) -> float:
+        assert holder.since is not None, "only granted tickets are held"
+        return now - holder.since
+
+
+def effective_wait(*bounds_ms: int | None) -> float | None:
+    """Combine the layers of ``busy_timeout_ms`` (server, model, request): the smallest one counts.
+
+    Arguments:
+        bounds_ms: milliseconds; None is no bound from that layer.
+
+    Returns:
+        Seconds, or None where no layer sets a bound.
+    """
+    given = [bound for bound in bounds_ms if bound is not None]
+    return min(given) / 1000 if given else None

@@ -1,0 +1,113 @@
+"""``trioserve serve``: service, application and connections in nested scopes, undone in reverse."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from typing import TextIO
+
+import trio
+
+from trioserve.config import Config, check_model_file
+from trioserve.errors import TrioserveError
+from trioserve.http.app import create_app
+from trioserve.http.listener import bind, serve_http, url
+from trioserve.logs import configure_logging
+from trioserve.service import Service, open_service
+
+logger = logging.getLogger("trioserve")
+
+CLEAN, FAILED, CUT_OFF = 0, 1, 3
+"""Exit codes: all work was done; the server could not start or crashed; work was cut off at the end of the drain."""
+
+
+def serve(config: Config) -> int:
+    """Serve until a signal, drain, and return the exit code.
+
+    Raises:
+        ConfigError: the address can't be had.
+        InvalidModelError: a model file can't be used.
+    """
+    configure_logging(config.log_format, config.log_level)
+    for model in config.models:
+        check_model_file(model.path)
+    sock = bind(config)
+    with sock:
+        return trio.run(_main, config, sock)
+
+
+async def _main(config: Config, sock: socket.socket) -> int:
+    # Signals are caught before anything is loaded: an early one finds the same orderly way out.
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with open_service(config, progress=_Progress(sys.stderr) if sys.stderr.isatty() else None) as service:
+            ending = _Ending(service, signals)
+            logger.info("listening on %s", url(config, sock))
+            await serve_http(create_app(service), config, sock, ending.wait)
+    return ending.code
+
+
+class _Ending:
+    """What ends the server: a signal, or a model that can't be loaded at the start.
+
+    Arguments:
+        service: drained here, while connections are still accepted.
+        signals: a second one cuts the drain short.
+    """
+
+    def __init__(self, service: Service, signals: AsyncIterator[int]) -> None:
+        self._service = service
+        self._signals = signals
+        self._begun = trio.Event()
+        self.code = CLEAN
+
+    async def wait(self) -> None:
+        """Return when the drain is over."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_start)
+            nursery.start_soon(self._watch_signals)
+            await self._begun.wait()
+            report = await self._service.drain()
+            nursery.cancel_scope.cancel()
+        logger.info("%s", report)
+        if not report.complete:
+            self.code = CUT_OFF
+
+    async def _watch_start(self) -> None:
+        try:
+            await self._service.wait_started()
+        except TrioserveError:  # logged where it happened
+            self.code = FAILED
+            self._begun.set()
+        else:
+            logger.info("ready")
+
+    async def _watch_signals(self) -> None:
+        async for number in self._signals:
+            if self._begun.is_set():
+                logger.warning("%s again: cutting off what is left", signal.Signals(number).name)
+                self._service.hurry()
+            else:
+                logger.info("%s: draining; a second signal cuts it short", signal.Signals(number).name)
+                self._begun.set()
+
+
+class _Progress:
+    """Draws loads on a terminal, from the loading threads.
+
+    Arguments:
+        terminal: where to draw.
+    """
+
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal
+        self._drawn: dict[str, int] = {}
+
+    def __call__(self, model_id: str, fraction: float) -> None:
+        percent = int(100 * fraction)
+        if percent != self._drawn.get(model_id):
+            self._drawn[model_id] = percent
+            self._terminal.write(f"\rloading {model_id}: {percent:3d} %" + ("\n" if percent == 100 else ""))
+            self._terminal.flush()

@@ -1,0 +1,125 @@
+"""From a request to token ids that fit, before a slot is taken."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import trio
+
+from trioserve.chat import ChatTemplate, default_template, normalise_messages, render_prompt
+from trioserve.engine.base import SequenceRequest, Weights
+from trioserve.errors import ContextLengthError, InvalidRequestError
+from trioserve.runtime.pool import Pool
+from trioserve.service.requests import ChatPrompt, GenerationRequest, TokenPrompt
+
+_INLINE_CHARACTERS = 4096  # shorter prompts are prepared faster than a thread is woken
+_PREPARATIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request as the engine takes it, and the pool whose tokenizer and limits it was made with."""
+
+    pool: Pool
+    sequence: SequenceRequest
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.sequence.prompt)
+
+
+class Preparer:
+    """Prepares requests, long ones in worker threads of their own so that decodes can't keep them waiting."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(_PREPARATIONS)
+
+    async def prepare(self, pool: Pool, request: GenerationRequest) -> Prepared:
+        """Render, tokenise and check a prompt.
+
+        Raises:
+            ContextLengthError: it does not fit.
+            ChatTemplateError: the model's template refused it.
+            InvalidRequestError: it is empty or has impossible tokens.
+        """
+        if _is_short(request):
+            return prepare(pool, request)
+        return await trio.to_thread.run_sync(prepare, pool, request, limiter=self._limiter)
+
+
+def prepare(pool: Pool, request: GenerationRequest) -> Prepared:
+    """Render, tokenise and check a prompt; see ``Preparer.prepare``. Reads the pool's weights only."""
+    prompt = _tokens(pool, request)
+    if len(prompt) >= pool.n_ctx:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens, but a slot's context holds {pool.n_ctx} (n_ctx) and one of them is "
+            "needed for the answer",
+            param=_field(request),
+        )
+    sequence = SequenceRequest(
+        prompt=prompt,
+        max_tokens=request.max_tokens or pool.n_ctx,
+        sampling=request.sampling,
+        stops=request.stops,
+        ignore_eos=request.ignore_eos,
+    )
+    return Prepared(pool, sequence)
+
+
+def _tokens(pool: Pool, request: GenerationRequest) -> list[int]:
+    weights, prompt = pool.weights, request.prompt
+    if isinstance(prompt, TokenPrompt):
+        tokens = _checked_tokens(prompt, weights.vocab_size)
+    elif isinstance(prompt, ChatPrompt):
+        text = render_prompt(_template(pool), normalise_messages(prompt.messages))
+        # Templates often begin with the beginning-of-sequence token themselves; the model shall see it once.
+        add_bos = not (weights.bos_text and text.startswith(weights.bos_text))
+        tokens = weights.tokenize(text, special=True, add_bos=add_bos)
+    else:
+        tokens = weights.tokenize(prompt.text, special=True, add_bos=True)
+    return tokens or _empty_prompt(weights, request)
+
+
+def _empty_prompt(weights: Weights, request: GenerationRequest) -> list[int]:
+    """An empty prompt is the start of a text, where the model has a token for that."""
+    if weights.bos is None:
+        raise InvalidRequestError(
+            "the prompt is empty, and this model has no beginning-of-sequence token to start from",
+            param=_field(request),
+        )
+    return [weights.bos]
+
+
+def _checked_tokens(prompt: TokenPrompt, vocab_size: int) -> list[int]:
+    for index, token in enumerate(prompt.tokens):
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"prompt[{index}] is {token}, but this model's tokens go from 0 to {vocab_size - 1}", param="prompt"
+            )
+    return list(prompt.tokens)
+
+
+def _template(pool: Pool) -> ChatTemplate:
+    weights = pool.weights
+    source = pool.config.chat_template or weights.chat_template
+    return _compiled(default_template(source), weights.bos_text, weights.eos_text)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(source: str, bos_token: str, eos_token: str) -> ChatTemplate:
+    return ChatTemplate(source, bos_token=bos_token, eos_token=eos_token)
+
+
+def _field(request: GenerationRequest) -> str:
+    return "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+
+
+def _is_short(request: GenerationRequest) -> bool:
+    prompt = request.prompt
+    if isinstance(prompt, TokenPrompt):
+        return True
+    if isinstance(prompt, ChatPrompt):
+        return sum(len(str(message.get("content"))) + 32 for message in prompt.messages) < _INLINE_CHARACTERS
+    return len(prompt.text) < _INLINE_CHARACTERS

@@ -1,0 +1,265 @@
+"""The service: registered models, requests under way, and an end that loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+
+import trio
+
+from trioserve.config import Config, ModelConfig
+from trioserve.engine.base import Engine
+from trioserve.errors import ShuttingDownError, TrioserveError
+from trioserve.runtime.cores import Cores
+from trioserve.runtime.model import LoadProgress, Model, ModelStatus
+from trioserve.runtime.registry import Registry
+from trioserve.runtime.weights_cache import WeightsCache
+from trioserve.scheduling.admission import effective_wait
+from trioserve.scheduling.lifecycle import PROCESS, ProcessEvent, ProcessPhase, RequestEvent, advance
+from trioserve.scheduling.statistics import DrainReport
+from trioserve.service.generate import Generation
+from trioserve.service.ledger import Ledger, Record, Tally
+from trioserve.service.prepare import Prepared, Preparer
+from trioserve.service.requests import GenerationRequest
+
+logger = logging.getLogger("trioserve.service")
+
+CUT_GRACE = 2.0
+"""Seconds in which requests that were cut at the end of a drain may tell their clients."""
+
+
+class Service:
+    """What the routes and the embedding program talk to. Made by ``open_service``.
+
+    Arguments:
+        config: of the server.
+        registry: of models.
+    """
+
+    def __init__(self, config: Config, registry: Registry) -> None:
+        self.config = config
+        self.registry = registry
+        self._phase = ProcessPhase.SERVING
+        self._ledger = Ledger()
+        self._preparer = Preparer()
+        self._hurry = trio.Event()
+        self._started = trio.Event()
+        self._start_error: TrioserveError | None = None
+
+    @property
+    def phase(self) -> ProcessPhase:
+        """Where the process stands."""
+        return self._phase
+
+    @property
+    def ready(self) -> bool:
+        """Whether new work is taken and every model that is loaded at the start has been loaded."""
+        return self._phase is ProcessPhase.SERVING and all(
+            model.was_ready for model in self.registry if not model.config.lazy
+        )
+
+    def models(self) -> list[ModelStatus]:
+        """Return one consistent moment of all models. Never waits."""
+        return [model.status() for model in self.registry]
+
+    def tally(self) -> Tally:
+        """Return the counts of requests since the start."""
+        return self._ledger.tally()
+
+    def check_accepting(self) -> None:
+        """Turn newcomers away while the server drains.
+
+        Raises:
+            ShuttingDownError: it drains.
+        """
+        if self._phase is not ProcessPhase.SERVING:
+            self._ledger.turn_away()
+            raise ShuttingDownError("the server is shutting down and takes no new requests")
+
+    async def start(self, request: GenerationRequest, resources: ExitStack) -> Generation:
+        """Admit a request and let a slot begin to answer it.
+
+        Arguments:
+            request: what is asked for.
+            resources: everything that the request holds is entered there. The caller closes it when the last byte is on
+                its way, or when the request is given up.
+
+        Raises:
+            InvalidRequestError: the request can't be honoured; no slot was taken.
+            ModelNotFoundError: no such model.
+            ServerBusyError: no slot within the wait that was allowed.
+            ModelLoadError: the model could not be loaded.
+            ShuttingDownError: the server drains.
+        """
+        self.check_accepting()
+        model = self.registry.find(request.model)
+        prepared = await self._prepare_early(model, request)
+        record = self._ledger.open(request.request_id, model.id)
+        resources.callback(record.close)
+        record.on_abandon(resources.close)
+        try:
+            with record.scope:
+                return await self._run(model, request, prepared, record, resources)
+            raise ShuttingDownError("the server is shutting down")
+        except TrioserveError as error:
+            record.fail(error)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Generation]:
+        """Admit a request and hold its slot for the length of the block; see ``start`` for the errors."""
+        with ExitStack() as resources:
+            yield await self.start(request, resources)
+
+    async def drain(self) -> DrainReport:
+        """Take no new work, let what is under way finish, cut off what doesn't, and report.
+
+        Bounded by ``drain_timeout_ms`` plus a moment in which the requests that are cut off tell their clients.
+        """
+        started, before = trio.current_time(), self._ledger.tally()
+        self._phase = advance(PROCESS, self._phase, ProcessEvent.STOP_REQUESTED)
+        logger.info("draining", extra={"fields": {"active": before.active}})
+        await self._wait_for_requests(self.config.drain_timeout_ms / 1000)
+        complete = self._ledger.idle
+        if not complete:
+            await self._cut_off()
+        self._phase = advance(PROCESS, self._phase, ProcessEvent.DRAINED)
+        after = self._ledger.tally()
+        return DrainReport(
+            finished=after.finished - before.finished,
+            failed=after.failed - before.failed,
+            cancelled=after.cancelled - before.cancelled,
+            rejected=after.rejected - before.rejected,
+            seconds=trio.current_time() - started,
+            complete=complete,
+        )
+
+    def hurry(self) -> None:
+        """Make a drain that is under way cut off what is left at once."""
+        self._hurry.set()
+
+    async def load_at_start(self) -> None:
+        """Load every model that isn't lazy, side by side. ``open_service`` runs this, once."""
+
+        async def load(model: Model) -> None:
+            try:
+                await model.ensure_loaded()
+            except TrioserveError as error:
+                self._start_error = self._start_error or error
+
+        async with trio.open_nursery() as nursery:
+            for model in self.registry:
+                if not model.config.lazy:
+                    nursery.start_soon(load, model)
+        self._started.set()
+
+    async def wait_started(self) -> None:
+        """Return once all models that load at the start have been loaded.
+
+        Raises:
+            ModelLoadError, InvalidModelError: one of them failed.
+        """
+        await self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    async def close(self) -> None:
+        """Give up whatever is still under way and unload all models, each when its threads have ended."""
+        self._ledger.cut(ShuttingDownError("the server is shutting down"))
+        self._ledger.abandon()
+        async with trio.open_nursery() as nursery:
+            for model in self.registry:
+                nursery.start_soon(model.unload)
+
+    async def _prepare_early(self, model: Model, request: GenerationRequest) -> Prepared | None:
+        """Check a prompt before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""
+        return None if model.pool is None else await self._preparer.prepare(model.pool, request)
+
+    async def _run(
+        self,
+        model: Model,
+        request: GenerationRequest,
+        prepared: Prepared | None,
+        record: Record,
+        resources: ExitStack,
+    ) -> Generation:
+        entered = time.perf_counter()
+        config = model.config
+        lease = await model.admit(
+            effective_wait(self.config.busy_timeout_ms, config.busy_timeout_ms, request.busy_timeout_ms)
+        )
+        resources.callback(lease.release)
+        record.advance(RequestEvent.ADMITTED)
+        record.fields.update(slot=lease.slot, queue_ms=round(1000 * (time.perf_counter() - entered), 1))
+        pool = await lease.ready()
+        if prepared is None or prepared.pool is not pool:
+            # What was queued sees the configuration that it is admitted to.
+            prepared = await self._preparer.prepare(pool, request)
+        job = lease.start(pool, prepared.sequence)
+        record.advance(RequestEvent.STARTED)
+        record.on_cut(lease.fail)
+        record.fields["prompt_tokens"] = prepared.prompt_tokens
+        return Generation(job, record, model.id, prepared.prompt_tokens)
+
+    async def _wait_for_requests(self, seconds: float) -> None:
+        """Return when no request is under way, the time is over, or somebody is in a hurry."""
+        with trio.move_on_after(seconds):
+            async with trio.open_nursery() as nursery:
+
+                async def watch() -> None:
+                    await self._hurry.wait()
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(watch)
+                await self._ledger.wait_idle()
+                nursery.cancel_scope.cancel()
+
+    async def _cut_off(self) -> None:
+        self._ledger.cut(ShuttingDownError("the server is shutting down and cut this request off"))
+        with trio.move_on_after(CUT_GRACE):
+            await self._ledger.wait_idle()
+        self._ledger.abandon()
+
+
+@contextlib.asynccontextmanager
+async def open_service(
+    config: Config, *, engine: Engine | None = None, progress: LoadProgress | None = None
+) -> AsyncIterator[Service]:
+    """Run the service for the length of the block.
+
+    Models that aren't lazy begin to load at once; ``Service.wait_started`` waits for them. Leaving the block gives up
+    what is still under way; call ``Service.drain`` before to let it finish.
+
+    Arguments:
+        config: of the server and its models.
+        engine: llama.cpp where it is left out.
+        progress: told of loads, in the loading threads.
+    """
+    if engine is None:
+        from trioserve.engine.llama import LlamaEngine  # heavy: not before it is needed
+
+        engine = LlamaEngine()
+    cache, cores = WeightsCache(engine), Cores()
+
+    async with trio.open_nursery() as nursery:
+        models = [_registered(config, entry, cache, cores, progress) for entry in config.models]
+        for model in models:
+            await nursery.start(model.run)
+        service = Service(config, Registry(models))
+        nursery.start_soon(service.load_at_start)
+        try:
+            yield service
+        finally:
+            with trio.CancelScope(shield=True):
+                await service.close()
+            nursery.cancel_scope.cancel()
+
+
+def _registered(
+    config: Config, entry: ModelConfig, cache: WeightsCache, cores: Cores, progress: LoadProgress | None
+) -> Model:
+    max_queued = config.max_queued_requests if entry.max_queued_requests is None else entry.max_queued_requests
+    return Model(entry, cache, cores, max_queued=max_queued, progress=progress)

@@ -1,0 +1,180 @@
+"""``engine.base`` without a model: bytes are tokens, answers depend on the prompt alone, everything can be held or fail."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from trioserve.engine.base import (
+    MAX_SLOTS,
+    Failed,
+    Finished,
+    FinishReason,
+    LoadFailure,
+    LoadOptions,
+    Progress,
+    SequenceRequest,
+    SessionOptions,
+    StepEvent,
+    Token,
+)
+from trioserve.engine.text import TextAssembler
+from trioserve.testing.gate import ThreadGate
+
+VOCAB_SIZE = 257
+END = 256
+
+
+def fake_answer(prompt: bytes, tokens: int) -> str:
+    """What a fake session answers to a prompt when nothing stops it: as many letters as tokens were allowed."""
+    letters = hashlib.sha256(prompt).hexdigest()
+    return (letters * (tokens // len(letters) + 1))[:tokens]
+
+
+class FakeEngine:
+    """Loads fake weights.
+
+    Attributes:
+        load_gate: passed by every load.
+        session_gate: passed by every making of a session.
+        step_gate: passed by every step of every session.
+        failing_loads: how many of the next loads fail.
+        failing_session: index of the session whose making fails, once, or None.
+        failing_step: number of the step, of any sequence, that fails, or None.
+        closed: names of what was closed, in order.
+    """
+
+    def __init__(self, *, max_sessions: int = MAX_SLOTS, answer_tokens: int | None = None) -> None:
+        self.load_gate = ThreadGate()
+        self.session_gate = ThreadGate()
+        self.step_gate = ThreadGate()
+        self.failing_loads = 0
+        self.failing_session: int | None = None
+        self.failing_step: int | None = None
+        self.raising_step: int | None = None
+        self.closed: list[str] = []
+        self.loads = 0
+        self.max_sessions = max_sessions
+        self.answer_tokens = answer_tokens
+
+    def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> FakeWeights:
+        """Load nothing, in the manner of a load."""
+        self.loads += 1
+        self.load_gate.wait()
+        if self.failing_loads:
+            self.failing_loads -= 1
+            raise LoadFailure("the fake was told to fail")
+        if progress is not None:
+            progress(1.0)
+        return FakeWeights(self, path.stem)
+
+
+class FakeWeights:
+    """A vocabulary of bytes and one token that ends answers."""
+
+    def __init__(self, engine: FakeEngine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+        self.n_ctx_train = 4096
+        self.size = 1000
+        self.chat_template: str | None = None
+        self.bos_text = self.eos_text = ""
+        self.bos: int | None = None
+        self.vocab_size = VOCAB_SIZE
+        self.max_sessions = engine.max_sessions
+        self.sessions: list[FakeSession] = []
+
+    def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
+        """One token for each byte."""
+        return list(text.encode())
+
+    def open_session(self, options: SessionOptions) -> FakeSession:
+        """Make a session."""
+        self.engine.session_gate.wait()
+        if self.engine.failing_session == len(self.sessions):
+            self.engine.failing_session = None
+            raise LoadFailure("the fake was told to fail")
+        session = FakeSession(self.engine, f"{self.name}[{len(self.sessions)}]", options)
+        self.sessions.append(session)
+        return session
+
+    def close(self) -> None:
+        """Note it."""
+        self.engine.closed.append(self.name)
+
+
+class _Live:
+    def __init__(self, request: SequenceRequest, room: int) -> None:
+        self.request = request
+        self.text = fake_answer(bytes(request.prompt), room)
+        self.given = 0
+        self.assembler = TextAssembler(request.stops)
+
+
+class FakeSession:
+    """Gives one letter for each step."""
+
+    def __init__(self, engine: FakeEngine, name: str, options: SessionOptions) -> None:
+        self.n_ctx = options.n_ctx
+        self.name = name
+        self.threads: list[int] = []
+        self.resets = 0
+        self._engine = engine
+        self._live: dict[int, _Live] = {}
+        self._interrupted = False
+        self._steps = 0
+
+    def add(self, request: SequenceRequest) -> int:
+        """Take a sequence in."""
+        room = min(request.max_tokens, self.n_ctx - len(request.prompt))
+        number = len(self._live)
+        self._live[number] = _Live(request, room)
+        return number
+
+    def step(self, threads: int) -> Sequence[StepEvent]:
+        """Pass the gate, then give the next letter of each sequence."""
+        self.threads.append(threads)
+        if self._interrupted or not self._engine.step_gate.wait(lambda: self._interrupted):
+            return []
+        self._steps += 1
+        if self._steps == self._engine.raising_step:
+            raise RuntimeError("the fake was told to raise")
+        if self._steps == self._engine.failing_step:
+            return [Failed(number, "the fake was told to fail") for number in self._live]
+        events: list[StepEvent] = []
+        for number, live in self._live.items():
+            self._advance(number, live, events)
+        return events
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence."""
+        del self._live[sequence]
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self.resets += 1
+        self._live.clear()
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        """Make a step that waits at the gate return."""
+        self._interrupted = True
+        self._engine.step_gate.wake()
+
+    def close(self) -> None:
+        """Note it."""
+        self._engine.closed.append(self.name)
+
+    def _advance(self, number: int, live: _Live, events: list[StepEvent]) -> None:
+        limit = self._engine.answer_tokens
+        if limit is not None and live.given == limit:
+            events.append(Finished(number, FinishReason.STOP, live.assembler.flush()))
+            return
+        letter = live.text[live.given]
+        live.given += 1
+        events.append(Token(number, ord(letter), live.assembler.feed(letter.encode())))
+        if live.assembler.stopped:
+            events.append(Finished(number, FinishReason.STOP))
+        elif live.given == len(live.text):
+            events.append(Finished(number, FinishReason.LENGTH, live.assembler.flush()))
