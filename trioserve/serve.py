@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -40,12 +41,17 @@ def serve(config: Config) -> int:
 
 
 async def _main(config: Config, sock: socket.socket) -> int:
-    # Signals are caught before anything is loaded: an early one finds the same orderly way out.
+    # Signals are caught before anything is loaded and until everything is freed: an early one and a late one find the
+    # same orderly way out.
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with open_service(config, progress=_Progress(sys.stderr) if sys.stderr.isatty() else None) as service:
-            ending = _Ending(service, signals)
-            logger.info("listening on %s", url(config, sock))
-            await serve_http(create_app(service), config, sock, ending.wait)
+        async with trio.open_nursery() as nursery:
+            progress = _Progress(sys.stderr) if sys.stderr.isatty() else None
+            async with open_service(config, progress=progress) as service:
+                ending = _Ending(service)
+                nursery.start_soon(ending.watch_signals, signals)
+                logger.info("listening on %s", url(config, sock))
+                await serve_http(create_app(service), config, sock, ending.wait)
+            nursery.cancel_scope.cancel()
     return ending.code
 
 
@@ -54,12 +60,10 @@ class _Ending:
 
     Arguments:
         service: drained here, while connections are still accepted.
-        signals: a second one cuts the drain short.
     """
 
-    def __init__(self, service: Service, signals: AsyncIterator[int]) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._signals = signals
         self._begun = trio.Event()
         self.code = CLEAN
 
@@ -67,13 +71,28 @@ class _Ending:
         """Return when the drain is over."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_start)
-            nursery.start_soon(self._watch_signals)
             await self._begun.wait()
             report = await self._service.drain()
             nursery.cancel_scope.cancel()
         logger.info("%s", report)
-        if not report.complete:
+        if not report.complete and self.code == CLEAN:
             self.code = CUT_OFF
+
+    async def watch_signals(self, signals: AsyncIterator[int]) -> None:
+        """Drain at the first signal, cut off what is left at the second, leave at once at the third."""
+        received = 0
+        async for number in signals:
+            received += 1
+            name = signal.Signals(number).name
+            if received == 1:
+                logger.info("%s: draining; a second signal cuts it short", name)
+                self._begun.set()
+            elif received == 2:
+                logger.warning("%s again: cutting off what is left", name)
+                self._service.hurry()
+            else:
+                logger.error("%s for the third time: leaving at once", name)
+                os._exit(CUT_OFF)
 
     async def _watch_start(self) -> None:
         try:
@@ -83,15 +102,6 @@ class _Ending:
             self._begun.set()
         else:
             logger.info("ready")
-
-    async def _watch_signals(self) -> None:
-        async for number in self._signals:
-            if self._begun.is_set():
-                logger.warning("%s again: cutting off what is left", signal.Signals(number).name)
-                self._service.hurry()
-            else:
-                logger.info("%s: draining; a second signal cuts it short", signal.Signals(number).name)
-                self._begun.set()
 
 
 class _Progress:

@@ -16,8 +16,8 @@ from trioserve.engine.sampling import Sampling
 
 MAX_SLOTS = 16
 
-Progress = Callable[[float], None]
-"""Told how much of a file is loaded, from 0 to 1, in the loading thread."""
+Progress = Callable[[float], bool]
+"""Told how much of a file is loaded, from 0 to 1, in the loading thread. Answering False gives the load up."""
 
 
 class FinishReason(StrEnum):

@@ -23,7 +23,7 @@ def create_app(service: Service) -> Guard:
     app.config["MAX_CONTENT_LENGTH"] = service.config.max_request_body_bytes
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_SECONDS
     app.config["RESPONSE_TIMEOUT"] = None
-    app.url_map.strict_slashes = False
+    app.url_map.strict_slashes = app.url_map.merge_slashes = False  # both would answer with redirects
     error_handlers.register(app, service.config.max_request_body_bytes)
     for routes in (chat, completions, models, health):
         routes.register(app, service)

@@ -11,19 +11,21 @@ from typing import Any
 
 import trio
 
-from trioserve.errors import ShuttingDownError, TrioserveError
+from trioserve.errors import TrioserveError
 from trioserve.http.render import error_body
 from trioserve.http.sse import frame
 
 logger = logging.getLogger("trioserve.http")
 
 Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 _KEY = "trioserve.exchange"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_APOLOGY_SECONDS = 1.0
+_FAREWELL_SECONDS = 1.0
+_LINGER_SECONDS = 0.5
 RETRY_AFTER = {"server_busy": b"1", "shutting_down": b"5", "model_load_failed": b"5", "insufficient_memory": b"5"}
 
 
@@ -36,21 +38,26 @@ def error_headers(error: TrioserveError) -> list[Header]:
 
 
 class Exchange:
-    """Wraps the server's ``send`` for one request.
+    """Wraps the server's ``receive`` and ``send`` for one request.
 
     Arguments:
         scope: of the ASGI call.
+        receive: of the ASGI call.
         send: of the ASGI call.
         send_timeout: seconds that one message may take to be handed to the transport.
         closing: tells whether the connection shall close after this response.
     """
 
-    def __init__(self, scope: Message, send: Send, send_timeout: float, closing: Callable[[], bool]) -> None:
+    def __init__(
+        self, scope: Message, receive: Receive, send: Send, send_timeout: float, closing: Callable[[], bool]
+    ) -> None:
         self.resources = ExitStack()
         self.request_id = _request_id(scope["headers"])
         self.started = self.finished = False
         self._is_stream = False
         self._http1 = scope["http_version"].startswith("1")
+        self._heard_out = trio.Event()
+        self._raw_receive = receive
         self._raw_send = send
         self._send_timeout = send_timeout
         self._closing = closing
@@ -64,11 +71,23 @@ class Exchange:
         assert isinstance(exchange, cls), "routes are called through the guard"
         return exchange
 
+    async def receive(self) -> Message:
+        """Take the next message from the server."""
+        message = await self._raw_receive()
+        if not message.get("more_body", False):  # the end of the body, or of the client
+            self._heard_out.set()
+        return message
+
     async def send(self, message: Message) -> None:
         """Hand a message to the server. A client that takes nothing for the send timeout counts as gone."""
         if message["type"] == "http.response.start":
             self._begin(message)
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if last:
+            # An answer may come before the request is complete. To end it then would make the rest of the body arrive
+            # at a stream that is gone: HTTP/1 resets the connection, and Hypercorn's HTTP/2 fails with all its streams.
+            with trio.move_on_after(_LINGER_SECONDS):
+                await self._heard_out.wait()
         self.finished = self.finished or last
         self._sending_since = trio.current_time()
         # Hypercorn answers the last message with a disconnect, upon which Quart-Trio cancels the very send that
@@ -98,20 +117,27 @@ class Exchange:
         """Answer with an error, without the application."""
         body = error_body(error)
         headers = [*error_headers(error), (b"content-length", str(len(body)).encode())]
-        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._hear_out)
+            await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+            await self.send({"type": "http.response.body", "body": body, "more_body": True})
+            await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+            nursery.cancel_scope.cancel()
 
-    async def apologise(self) -> None:
-        """Tell the client that the server gives its request up: when the server itself cancels, from outside."""
+    async def give_up(self, error: TrioserveError) -> None:
+        """Tell the client how its request ended when the application can't any more, also in a cancelled task."""
         if self.finished:
             return
-        error = ShuttingDownError("the server is shutting down and gave this request up")
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _APOLOGY_SECONDS):
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _FAREWELL_SECONDS):
             if not self.started:
                 await self.refuse(error)
             else:
                 body = frame(error_body(error)) if self._is_stream else b""
                 await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _hear_out(self) -> None:
+        while not self._heard_out.is_set():
+            await self.receive()
 
     def _begin(self, message: Message) -> None:
         self.started = True

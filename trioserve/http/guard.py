@@ -8,14 +8,13 @@ from typing import Any
 
 import trio
 
-from trioserve.errors import ShuttingDownError
-from trioserve.http.exchange import ClientStalledError, Exchange, Message, Send
+from trioserve.errors import RouteNotFoundError, ShuttingDownError, TrioserveError
+from trioserve.http.exchange import ClientStalledError, Exchange, Message, Receive, Send
 from trioserve.scheduling.lifecycle import ProcessPhase
 from trioserve.service import Service
 
 logger = logging.getLogger("trioserve.http")
 
-Receive = Callable[[], Awaitable[Message]]
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 _STATUS_ROUTES = ("/health", "/v1/models")
@@ -38,16 +37,22 @@ class Guard:
         self._send_timeout = service.config.send_timeout_ms / 1000
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "websocket":
+            send = _as_handshake(send)
+        elif scope["type"] != "http":
             raise NotImplementedError(f"{scope['type']} is not served here")
-        exchange = Exchange(scope, send, self._send_timeout, self._draining)
+        scope["path"] = _origin_form(scope["path"])
+        exchange = Exchange(scope, receive, send, self._send_timeout, self._draining)
         with exchange.resources:
             try:
-                await self._serve(scope, receive, exchange)
+                await self._serve(scope, exchange)
             except BaseException as error:
                 await self._bury(error, exchange)
 
-    async def _serve(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
+    async def _serve(self, scope: Message, exchange: Exchange) -> None:
+        if scope["type"] == "websocket":
+            await exchange.refuse(RouteNotFoundError("websockets are not served here"))
+            return
         if self._draining() and not scope["path"].startswith(_STATUS_ROUTES):
             try:
                 self._service.check_accepting()
@@ -56,7 +61,7 @@ class Guard:
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(exchange.watch)
-            await self._app(scope, receive, exchange.send)
+            await self._app(scope, exchange.receive, exchange.send)
             nursery.cancel_scope.cancel()
 
     def _draining(self) -> bool:
@@ -69,10 +74,30 @@ class Guard:
             logger.info("client stalled", extra={"fields": {"request_id": exchange.request_id}})
         if rest is None:
             return
+        if isinstance(rest, Exception):
+            logger.error("request failed", exc_info=rest, extra={"fields": {"request_id": exchange.request_id}})
+            await exchange.give_up(
+                TrioserveError("an internal error happened; the server's log tells it by the request id")
+            )
+            return
         cancelled, _ = _split(rest, trio.Cancelled)
         if cancelled is not None:
-            await exchange.apologise()
+            await exchange.give_up(ShuttingDownError("the server is shutting down and gave this request up"))
         raise rest
+
+
+def _origin_form(path: str) -> str:
+    """The path alone, also where the request's target was a whole URL, ``*`` or nothing."""
+    return path if path.startswith("/") else "/" + path.partition("://")[2].partition("/")[2]
+
+
+def _as_handshake(send: Send) -> Send:
+    """Let an HTTP response refuse the handshake of a websocket."""
+
+    async def send_refusal(message: Message) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    return send_refusal
 
 
 def _split(error: BaseException, kind: type[BaseException]) -> tuple[BaseException | None, BaseException | None]:

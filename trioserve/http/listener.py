@@ -7,6 +7,7 @@ connection, and the shutdown, for ever. Here every stream bounds its own sends; 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,6 +23,8 @@ from hypercorn.typing import ConnectionState
 
 from trioserve.config import Config
 from trioserve.errors import ConfigError
+
+logger = logging.getLogger("trioserve.http")
 
 CLOSING_SECONDS = 1.0
 """How long connections may take to close after the drain."""
@@ -96,6 +99,24 @@ class BoundedStream(trio.abc.HalfCloseableStream):
         await self._stream.aclose()
 
 
+class Connection(TCPServer):
+    """Hypercorn's connection, held to two things: it ends with its client, and it fails alone."""
+
+    async def run(self) -> None:
+        """Serve until the connection ends."""
+        try:
+            await super().run()
+        except* Exception as error:
+            # Hypercorn raises on some input, such as an HTTP/2 path that is not ASCII. Left alone, that would end all
+            # other connections with this one.
+            logger.warning("connection failed", exc_info=error)
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        # The client has gone; the timer for an idle connection would hold the socket until it fires.
+        await self.idle_task.stop()
+
+
 class _Listener(trio.abc.Listener[BoundedStream]):
     def __init__(self, listener: trio.SocketListener, limits: SendLimits) -> None:
         self._listener = listener
@@ -160,7 +181,7 @@ async def serve_http(app: Any, config: Config, sock: socket.socket, until: Calla
     theirs = hypercorn_config(config)
     limits = SendLimits(config.send_timeout_ms / 1000)
     context = WorkerContext(None)
-    handler = partial(TCPServer, ASGIWrapper(app), theirs, context, ConnectionState({}))
+    handler = partial(Connection, ASGIWrapper(app), theirs, context, ConnectionState({}))
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
             listeners = [_listener(theirs, sock, limits)]

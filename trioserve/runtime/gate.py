@@ -72,5 +72,6 @@ class Gate:
 
     def _assign(self) -> None:
         for ticket in self._admission.assign(trio.current_time()):
-            if event := self._waiting.get(ticket):
+            event = self._waiting.get(ticket)
+            if event is not None:
                 event.set()

@@ -35,6 +35,7 @@ class Job:
         self._arrived = trio.Event()
         self._room = trio.Event()
         self._error: TrioserveError | None = None
+        self._at_end = False  # the reader has got all that comes before the error
         self._cancelled = False  # written by the event loop, read by the worker
         self._over = False  # written by the worker before it leaves for good
         self.started_at: float | None = None
@@ -107,7 +108,7 @@ class Job:
             EngineError: the sequence could not go on.
             TrioserveError: whatever the job was made to fail with.
         """
-        while not self._events or self._cancelled:
+        while not self._events or self._cancelled or self._at_end:
             if self._error is not None:
                 raise self._error
             self._arrived = trio.Event()
@@ -117,6 +118,7 @@ class Job:
         for _ in events:
             self._events.popleft()
         self._room.set()
+        self._at_end = self._error is not None
         return self._checked(events)
 
     def _checked(self, events: list[StepEvent]) -> list[StepEvent]:

@@ -117,6 +117,7 @@ class Model:
         self._gone = trio.Event()
         self._attempt: _LoadAttempt | None = None
         self._nursery: trio.Nursery | None = None
+        self._closing = False  # written by the event loop, read by a loading thread
         self.was_ready = False
 
     def __repr__(self) -> str:
@@ -192,6 +193,11 @@ class Model:
         finally:
             self._gate.release(ticket)
 
+    async def close(self) -> None:
+        """Unload for good; a load that is under way is given up. Nobody may ask for leases any more."""
+        self._closing = True
+        await self.unload()
+
     def status(self) -> ModelStatus:
         """Return one consistent moment."""
         statistics = self._gate.statistics()
@@ -236,12 +242,18 @@ class Model:
         attempt.settle(outcome)
 
     async def _serve(self, *, task_status: trio.TaskStatus[Pool]) -> None:
-        report = self._progress
-        progress = None if report is None else (lambda fraction: report(self.id, fraction))
         try:
-            await serve_pool(self.config, self._cache, self._cores, self._retire, progress, task_status=task_status)
+            await serve_pool(
+                self.config, self._cache, self._cores, self._retire, self._note_progress, task_status=task_status
+            )
         finally:
             self._gone.set()
+
+    def _note_progress(self, fraction: float) -> bool:
+        """Called in the loading thread."""
+        if self._progress is not None:
+            self._progress(self.id, fraction)
+        return not self._closing
 
     async def _settle_load(self) -> None:
         """Wait for a load that nobody's lease waits for any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -42,18 +43,26 @@ class Slot:
             job: what to do.
             on_idle: called in the event loop once the thread has ended and the session is clean.
         """
-        self._send.send_nowait((job, on_idle))
+        try:
+            self._send.send_nowait((job, on_idle))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            _refuse(job, on_idle)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled. Cancellation takes effect between jobs, never inside one."""
         task_status.started()
         with self._send, self._receive:
-            async for job, on_idle in self._receive:
-                # A session is free only when its thread has ended: nothing may cut the wait for it short. A job is
-                # ended by its own `cancel`, which the lease calls.
-                with trio.CancelScope(shield=True):
-                    await self._work(job)
-                on_idle()
+            try:
+                async for job, on_idle in self._receive:
+                    # A session is free only when its thread has ended: nothing may cut the wait for it short. A job
+                    # is ended by its own `cancel`, which the lease calls.
+                    with trio.CancelScope(shield=True):
+                        await self._work(job)
+                    on_idle()
+            finally:
+                # A job that came in the very moment of the cancellation: its lease would never come back.
+                with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
+                    _refuse(*self._receive.receive_nowait())
 
     async def _work(self, job: Job) -> None:
         try:
@@ -87,3 +96,8 @@ class Slot:
             if not job.wanted:
                 job.ended_at = time.perf_counter()
                 session.reset()
+
+
+def _refuse(job: Job, on_idle: Callable[[], None]) -> None:
+    job.fail(EngineError("the slot has ended"))
+    on_idle()

@@ -35,7 +35,7 @@ class _Key:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    users: int = 0
+    users: int
     weights: Weights | None = None
     error: ModelLoadError | None = None
     settled: trio.Event = field(default_factory=trio.Event)
@@ -74,25 +74,31 @@ class WeightsCache:
             raise ModelLoadError(f"cannot read {path}: {error.strerror}") from None
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry()
+            entry = self._entries[key] = _Entry(users=1)
             await self._load(key, entry, path, progress)
         else:
-            await entry.settled.wait()
+            entry.users += 1  # from now on: the others may have come and gone before this one has woken up
+            try:
+                await entry.settled.wait()
+            except BaseException:
+                await self._leave(key, entry)
+                raise
         if entry.error is not None:
             raise entry.error
         assert entry.weights is not None, "a settled entry has weights or an error"
-        entry.users += 1
         return entry.weights
 
     async def release(self, weights: Weights) -> None:
         """Give weights back; the last user's call frees them."""
         key = self._keys[id(weights)]
-        entry = self._entries[key]
+        await self._leave(key, self._entries[key])
+
+    async def _leave(self, key: _Key, entry: _Entry) -> None:
         entry.users -= 1
-        if entry.users == 0:
-            del self._entries[key], self._keys[id(weights)]
+        if entry.users == 0 and entry.weights is not None:
+            del self._entries[key], self._keys[id(entry.weights)]
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(weights.close, limiter=self._limiter)
+                await trio.to_thread.run_sync(entry.weights.close, limiter=self._limiter)
 
     async def _load(self, key: _Key, entry: _Entry, path: Path, progress: Progress | None) -> None:
         try:

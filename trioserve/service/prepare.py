@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass
 
 import trio
@@ -35,6 +36,7 @@ class Preparer:
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(_PREPARATIONS)
+        self._compiled_for: weakref.WeakSet[Pool] = weakref.WeakSet()
 
     async def prepare(self, pool: Pool, request: GenerationRequest) -> Prepared:
         """Render, tokenise and check a prompt.
@@ -44,9 +46,16 @@ class Preparer:
             ChatTemplateError: the model's template refused it.
             InvalidRequestError: it is empty or has impossible tokens.
         """
-        if _is_short(request):
+        if _is_short(request) and self._template_is_known(pool, request):
             return prepare(pool, request)
         return await trio.to_thread.run_sync(prepare, pool, request, limiter=self._limiter)
+
+    def _template_is_known(self, pool: Pool, request: GenerationRequest) -> bool:
+        """Whether the pool's chat template was used before: compiling a large one takes too long for the event loop."""
+        if not isinstance(request.prompt, ChatPrompt) or pool in self._compiled_for:
+            return True
+        self._compiled_for.add(pool)
+        return False
 
 
 def prepare(pool: Pool, request: GenerationRequest) -> Prepared:

@@ -32,6 +32,13 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
+def describe(prompt: Prompt) -> str:
+    """A prompt for the log, where the operator wants prompts there."""
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    return str(list(prompt.messages if isinstance(prompt, ChatPrompt) else prompt.tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One answer to one prompt.

@@ -23,7 +23,7 @@ from trioserve.scheduling.statistics import DrainReport
 from trioserve.service.generate import Generation
 from trioserve.service.ledger import Ledger, Record, Tally
 from trioserve.service.prepare import Prepared, Preparer
-from trioserve.service.requests import GenerationRequest
+from trioserve.service.requests import GenerationRequest, describe
 
 logger = logging.getLogger("trioserve.service")
 
@@ -172,7 +172,7 @@ class Service:
         self._ledger.abandon()
         async with trio.open_nursery() as nursery:
             for model in self.registry:
-                nursery.start_soon(model.unload)
+                nursery.start_soon(model.close)
 
     async def _prepare_early(self, model: Model, request: GenerationRequest) -> Prepared | None:
         """Check a prompt before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""
@@ -202,6 +202,8 @@ class Service:
         record.advance(RequestEvent.STARTED)
         record.on_cut(lease.fail)
         record.fields["prompt_tokens"] = prepared.prompt_tokens
+        if self.config.log_prompts:
+            record.fields["prompt"] = describe(request.prompt)
         return Generation(job, record, model.id, prepared.prompt_tokens)
 
     async def _wait_for_requests(self, seconds: float) -> None:

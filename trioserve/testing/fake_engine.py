@@ -1,4 +1,4 @@
-"""``engine.base`` without a model: bytes are tokens, answers depend on the prompt alone, everything can be held or fail."""
+"""``engine.base`` without a model: bytes are tokens, answers depend on the prompt alone, all can be held or fail."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class FakeEngine:
         if self.failing_loads:
             self.failing_loads -= 1
             raise LoadFailure("the fake was told to fail")
-        if progress is not None:
-            progress(1.0)
+        if progress is not None and not progress(1.0):
+            raise LoadFailure("the load was given up")
         return FakeWeights(self, path.stem)
 
 

@@ -79,9 +79,7 @@ class LlamaEngine:
 
 def _progress_callback(progress: Progress | None) -> Any:
     def report(fraction: float, _data: object) -> bool:
-        if progress is not None:
-            progress(fraction)
-        return True  # False would give the load up
+        return progress is None or progress(fraction)
 
     return llama_cpp.llama_progress_callback(report)
 

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from trioserve.errors import InvalidRequestError
@@ -16,14 +16,21 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 4096
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Refuse lone surrogates, which JSON can spell and UTF-8 can't."""
     if any(unicodedata.category(character) == "Cs" for character in text if "\ud800" <= character <= "\udfff"):
         raise ValueError("must not contain lone surrogates")
     return text
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+def _listed(value: object) -> object:
+    """Take one string for a list of one."""
+    if value is not None and not isinstance(value, (str, list)):
+        raise ValueError("must be a string or a list of strings")
+    return [value] if isinstance(value, str) else value
+
+
+Text = Annotated[str, AfterValidator(encodable)]
 
 
 class Schema(BaseModel):
@@ -83,7 +90,9 @@ class GenerationFields(Schema):
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty per earlier use in the answer.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty for any earlier use in the answer.")
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="Of the random numbers; -1 or none is a fresh one.")
-    stop: Text | list[Text] | None = Field(None, description="Strings that end the answer and don't appear in it.")
+    stop: Annotated[list[Text] | None, BeforeValidator(_listed)] = Field(
+        None, description="One or several strings that end the answer and don't appear in it."
+    )
     ignore_eos: bool | None = Field(None, description="Never end the answer at the model's own wish.")
     cache_prompt: bool | None = Field(None, description="Accepted for llama-server's clients; without effect.")
     busy_timeout_ms: int | None = Field(
@@ -104,9 +113,7 @@ class GenerationFields(Schema):
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings as a tuple."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return tuple(self.stop or ())
 
     def _check_stops(self) -> None:
         if len(self.stops) > MAX_STOPS:
@@ -126,31 +133,9 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def _first_problem(error: ValidationError) -> InvalidRequestError:
-    details = error.errors(include_url=False, include_context=True)
-    first = details[0]
-    # The branches of a union report one by one; the field is what their locations have in common.
-    if len(details) > 1 and details[1]["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]:
-        union = [item for item in details if item["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
-        if all(isinstance(item["loc"][-1], str) and _is_branch(item) for item in union):
-            wanted = " or ".join(dict.fromkeys(_plain(item) for item in union))
-            return _problem(first["loc"][:-1], wanted)
-    return _problem(tuple(part for part in first["loc"] if not _names_branch(part)), _plain(first))
-
-
-def _problem(location: tuple[Any, ...], text: str) -> InvalidRequestError:
-    param = _path(location)
-    return InvalidRequestError(f"{param}: {text}" if param else text, param=param or None)
-
-
-_BRANCHES = ("str", "int", "list[", "dict[", "function-", "constrained-", "float", "bool")
-
-
-def _names_branch(part: object) -> bool:
-    return isinstance(part, str) and part.startswith(_BRANCHES)
-
-
-def _is_branch(item: ErrorDetails) -> bool:
-    return _names_branch(item["loc"][-1])
+    first = error.errors(include_url=False)[0]
+    param, text = _path(first["loc"]), _plain(first)
+    return InvalidRequestError(f"{param}: {text}", param=param)
 
 
 def _path(location: tuple[Any, ...]) -> str:
@@ -187,6 +172,7 @@ _WORDS = {
     "greater_than": "must be more than {gt}",
     "less_than_equal": "must be {le} or less",
     "less_than": "must be less than {lt}",
+    "string_unicode": "must not contain lone surrogates",
     "too_short": "must have {min_length} or more items",
     "string_too_short": "must have {min_length} or more characters",
 }

