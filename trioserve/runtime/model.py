@@ -230,6 +230,10 @@ class Model:
         except Exception:
             logger.exception("model %s failed to load", self.id)
             self._finish_attempt(attempt, ModelEvent.LOAD_FAILED, ModelLoadError(f"{self.id} could not be loaded"))
+        except BaseException:
+            # The model itself is being ended. Whoever waits for this load, maybe behind a shield, must hear of it.
+            self._finish_attempt(attempt, ModelEvent.LOAD_FAILED, ModelLoadError(f"the load of {self.id} was given up"))
+            raise
         else:
             self._pool, self.was_ready = pool, True
             fields = {"slots": len(pool.slots), "n_ctx": pool.n_ctx, "seconds": round(trio.current_time() - started, 2)}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import trio
 
@@ -18,9 +18,16 @@ from trioserve.runtime.weights_cache import WeightsCache
 DEFAULT_N_CTX = 4096
 
 
+class _Readers:
+    def __init__(self) -> None:
+        self.count = 0
+        self.gone = trio.Event()
+        self.gone.set()
+
+
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """A published pool. While it stands, its weights may be asked to tokenise.
+    """A published pool. Its weights may be asked to tokenise by whoever has a lease, or is inside ``reading``.
 
     Attributes:
         config: what it was made from.
@@ -33,6 +40,25 @@ class Pool:
     weights: Weights
     n_ctx: int
     slots: Sequence[Slot]
+    _readers: _Readers = field(default_factory=_Readers, init=False, repr=False)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep the weights for the length of the block, without a lease."""
+        readers = self._readers
+        if readers.count == 0:
+            readers.gone = trio.Event()
+        readers.count += 1
+        try:
+            yield
+        finally:
+            readers.count -= 1
+            if readers.count == 0:
+                readers.gone.set()
+
+    async def wait_unread(self) -> None:
+        """Return once nobody is inside ``reading``."""
+        await self._readers.gone.wait()
 
 
 def load_options(config: ModelConfig) -> LoadOptions:
@@ -121,9 +147,14 @@ async def serve_pool(
     async with open_sessions(config, cache, progress) as (weights, sessions, n_ctx):
         limiter = trio.CapacityLimiter(config.slots)
         slots = [Slot(index, session, limiter, cores, config.threads) for index, session in enumerate(sessions)]
-        async with trio.open_nursery() as nursery:
-            for slot in slots:
-                await nursery.start(slot.run)
-            task_status.started(Pool(config, weights, n_ctx, slots))
-            await retire.wait()
-            nursery.cancel_scope.cancel()
+        pool = Pool(config, weights, n_ctx, slots)
+        try:
+            async with trio.open_nursery() as nursery:
+                for slot in slots:
+                    await nursery.start(slot.run)
+                task_status.started(pool)
+                await retire.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                await pool.wait_unread()

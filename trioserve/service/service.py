@@ -97,6 +97,7 @@ class Service:
         self.check_accepting()
         model = self.registry.find(request.model)
         prepared = await self._prepare_early(model, request)
+        self.check_accepting()  # once more: a drain that has begun meanwhile does not know of this request
         record = self._ledger.open(request.request_id, model.id)
         resources.callback(record.close)
         record.on_abandon(resources.close)
@@ -168,6 +169,8 @@ class Service:
 
     async def close(self) -> None:
         """Give up whatever is still under way and unload all models, each when its threads have ended."""
+        if self._phase is ProcessPhase.SERVING:
+            self._phase = advance(PROCESS, self._phase, ProcessEvent.STOP_REQUESTED)
         self._ledger.cut(ShuttingDownError("the server is shutting down"))
         self._ledger.abandon()
         async with trio.open_nursery() as nursery:
@@ -192,12 +195,15 @@ class Service:
             effective_wait(self.config.busy_timeout_ms, config.busy_timeout_ms, request.busy_timeout_ms)
         )
         resources.callback(lease.release)
+        # The request may have been cut off in the very moment of its admission, and not yet know.
+        await trio.lowlevel.checkpoint_if_cancelled()
         record.advance(RequestEvent.ADMITTED)
         record.fields.update(slot=lease.slot, queue_ms=round(1000 * (time.perf_counter() - entered), 1))
         pool = await lease.ready()
         if prepared is None or prepared.pool is not pool:
             # What was queued sees the configuration that it is admitted to.
             prepared = await self._preparer.prepare(pool, request)
+        await trio.lowlevel.checkpoint_if_cancelled()  # the same, for the preparation; from here on its job is told
         job = lease.start(pool, prepared.sequence)
         record.advance(RequestEvent.STARTED)
         record.on_cut(lease.fail)
