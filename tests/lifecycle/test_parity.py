@@ -28,18 +28,18 @@ class Order:
 
 
 def catalogue():
-    """Bodies to choose from: short and longer prompts, chats and completions."""
+    """Bodies to choose from: short and longer prompts and answers, chats and completions."""
     story = "It was a dark and stormy night, and nobody was on the road. " * 2
     chats = [chat(text) for text in SHORT] + [chat(f"Summarise: {story}")]
     completions = [completion(text) for text in TEXTS] + [completion(story), completion(long_prompt(50))]
-    return chats + completions
+    return [{**body, "max_tokens": 4 + index % (LIMIT - 3)} for index, body in enumerate(chats + completions)]
 
 
 def orders(chance):
     """A mixture of requests, a third of them with an impatient client."""
     bodies = catalogue()
     for number in range(REQUESTS):
-        body = {**chance.choice(bodies), "max_tokens": chance.randint(2, LIMIT), "stream": chance.random() < 0.5}
+        body = {**chance.choice(bodies), "stream": chance.random() < 0.5}
         yield Order(body, chance.uniform(0, 2) if number % 3 == 2 else None)
 
 

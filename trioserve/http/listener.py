@@ -17,6 +17,7 @@ from typing import Any
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config as HypercornConfig
+from hypercorn.events import Closed, RawData
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
@@ -29,7 +30,13 @@ logger = logging.getLogger("trioserve.http")
 CLOSING_SECONDS = 1.0
 """How long connections may take to close after the drain."""
 
+LAST_WORDS_SECONDS = 0.1
+"""How long the last bytes of a client that has left may take to be handled."""
+
 BACKLOG = 1024
+RECEIVE_BYTES = 65536
+READ_AHEAD = 4
+"""How many times ``RECEIVE_BYTES`` are read from a connection before the first of them are handled."""
 
 
 class SendLimits:
@@ -112,9 +119,25 @@ class Connection(TCPServer):
             logger.warning("connection failed", exc_info=error)
 
     async def _read_data(self) -> None:
-        await super()._read_data()
+        # Hypercorn reads nothing while bytes of a next request wait for the end of this one, and would not see that the
+        # client has left meanwhile. So somebody else reads, a little ahead.
+        ahead, data = trio.open_memory_channel[bytes](READ_AHEAD)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._read_ahead, ahead, nursery.cancel_scope)
+            async for received in data:
+                await self.protocol.handle(RawData(received))
+        await self.protocol.handle(Closed())
         # The client has gone; the timer for an idle connection would hold the socket until it fires.
         await self.idle_task.stop()
+
+    async def _read_ahead(self, ahead: trio.MemorySendChannel[bytes], handling: trio.CancelScope) -> None:
+        """Read until the client has left; then what it sent is handled within a moment, or has lost its purpose."""
+        with ahead, contextlib.suppress(trio.ClosedResourceError, trio.BrokenResourceError):
+            received = b"-"
+            while received:
+                received = bytes(await self.stream.receive_some(RECEIVE_BYTES))
+                await ahead.send(received)
+        handling.deadline = trio.current_time() + LAST_WORDS_SECONDS
 
 
 class _Listener(trio.abc.Listener[BoundedStream]):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
-from trioserve.engine.base import Session
+from trioserve.engine.base import Session, StepEvent
 from trioserve.errors import EngineError
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.job import Job
+from trioserve.runtime.pace import Pace
 
 logger = logging.getLogger("trioserve.slot")
 
@@ -34,6 +35,8 @@ class Slot:
         self._limiter = limiter
         self._cores = cores
         self._threads = threads
+        self._prefill_pace = Pace()
+        self._decode_pace = Pace()
         self._send, self._receive = trio.open_memory_channel[tuple[Job, Callable[[], None]]](1)
 
     def submit(self, job: Job, on_idle: Callable[[], None]) -> None:
@@ -88,7 +91,7 @@ class Slot:
                 session.add(job.request)
         try:
             while job.wanted and not job.full:
-                job.post(session.step(self._cores.share(self._threads)))
+                job.post(self._step(job))
         except BaseException:
             job.abandon()
             raise
@@ -96,6 +99,15 @@ class Slot:
             if not job.wanted:
                 job.ended_at = time.perf_counter()
                 session.reset()
+
+    def _step(self, job: Job) -> Sequence[StepEvent]:
+        """Take one step, with as many threads as are its share and worth having."""
+        pace = self._prefill_pace if job.first_token_at is None else self._decode_pace
+        threads = pace.threads(self._cores.share(self._threads))
+        began = time.perf_counter()
+        events = self.session.step(threads)
+        pace.note(time.perf_counter() - began)
+        return events
 
 
 def _refuse(job: Job, on_idle: Callable[[], None]) -> None:

@@ -10,6 +10,10 @@ from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.core import DecodeCore
 from trioserve.engine.llama.vocabulary import Vocabulary
 
+CPU_CHUNK = 64
+"""Tokens of a prompt that one step evaluates on a CPU. A step that has begun keeps its threads, so short steps follow
+the load; larger ones were no faster (SmolLM2-135M: the same from 32 to 512)."""
+
 
 class LlamaSession:
     """``engine.base.Session`` over llama.cpp.
@@ -29,7 +33,7 @@ class LlamaSession:
             vocabulary,
             n_ctx=options.n_ctx,
             n_batch=options.n_batch,
-            chunk=min(options.n_ubatch, options.n_batch),
+            chunk=min(options.n_ubatch, options.n_batch, options.n_ubatch if offloaded else CPU_CHUNK),
             max_sequences=options.max_sequences,
         )
 

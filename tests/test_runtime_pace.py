@@ -1,0 +1,83 @@
+"""The choice of a thread count follows what steps really take."""
+
+from __future__ import annotations
+
+import pytest
+
+from trioserve.runtime.pace import Pace
+
+# seconds of a step with so many threads
+QUIET = {1: 0.014, 2: 0.009, 4: 0.006, 8: 0.004}
+CROWDED = {1: 0.019, 2: 0.25, 4: 0.9, 8: 1.5}
+
+
+def run(pace: Pace, steps: int, times: dict[int, float], limit: int) -> list[int]:
+    """Let steps take what the table says, and return the thread counts that they were given."""
+    given = []
+    for _ in range(steps):
+        threads = pace.threads(limit)
+        pace.note(times[threads])
+        given.append(threads)
+    return given
+
+
+def test_a_limit_of_one_is_one():
+    assert set(run(Pace(), 100, QUIET, limit=1)) == {1}
+
+
+@pytest.mark.parametrize("limit", [2, 4, 8])
+def test_on_a_quiet_machine_it_keeps_all_threads(limit):
+    given = run(Pace(), 1000, QUIET, limit)
+    assert given[0] == limit
+    assert given.count(limit) >= 985
+
+
+@pytest.mark.parametrize("limit", [2, 4, 8])
+def test_on_a_crowded_machine_it_soon_takes_one(limit):
+    given = run(Pace(), 100, CROWDED, limit)
+    assert given[16:].count(1) >= 82
+    spent = sum(CROWDED[threads] for threads in given)
+    assert spent < 0.1 * 100 * CROWDED[limit] + 100 * CROWDED[1] + 6 * CROWDED[limit]
+
+
+def test_a_slump_is_noticed_after_two_steps():
+    pace = Pace()
+    run(pace, 500, QUIET, limit=2)
+    assert run(pace, 6, CROWDED, limit=2)[3:] == [1, 1, 1]
+
+
+def test_one_slow_step_is_taken_for_chance():
+    pace = Pace()
+    run(pace, 500, QUIET, limit=2)
+    run(pace, 1, CROWDED, limit=2)
+    assert run(pace, 20, QUIET, limit=2) == [2] * 20
+
+
+def test_it_comes_back_when_the_crowd_has_gone():
+    pace = Pace()
+    run(pace, 100, CROWDED, limit=2)
+    given = run(pace, 600, QUIET, limit=2)
+    assert given[-100:].count(2) >= 98
+
+
+def test_trying_more_on_a_crowded_machine_gets_rare():
+    given = run(Pace(), 5000, CROWDED, limit=2)
+    assert given.count(2) <= 10
+
+
+def test_very_short_steps_are_left_alone():
+    assert set(run(Pace(), 200, {1: 0.0001, 2: 0.0009}, limit=2)) == {2}
+
+
+def test_never_more_than_the_limit_nor_less_than_one():
+    pace = Pace()
+    for limit in (8, 3, 5, 1, 2, 8):
+        given = run(pace, 50, dict.fromkeys(range(1, 9), 1.0), limit)
+        assert all(1 <= threads <= limit for threads in given)
+
+
+def test_the_choice_for_a_limit_is_remembered():
+    pace = Pace()
+    run(pace, 50, CROWDED, limit=2)
+    run(pace, 50, CROWDED, limit=1)
+    assert run(pace, 1, CROWDED, limit=2) == [1]

@@ -1,0 +1,102 @@
+"""How many threads are worth having, found out by trying. Pure: the caller tells how long its steps took."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+_RECENT = 8  # steps that tell how long one takes at present
+_MARGIN = 0.9  # a trial must be faster by a tenth to change anything
+_SHORT = 0.001  # seconds; on shorter steps there is nothing to win
+_SLUMP = 2.5  # a step that takes so many times longer than usual asks for a trial
+_FIRST = {"fewer": 2, "more": 32}  # steps until the first trial
+_GROWTH = {"fewer": 2, "more": 4}  # after each trial in vain the next one is so many times further away
+_LONGEST = {"fewer": 256, "more": 4096}
+
+
+class Pace:
+    """Chooses a number of threads for one kind of step of one session.
+
+    The threads of a step meet after every operation. As long as each has a core of its own, more of them are faster;
+    but where another program takes a core away from one of them, all the others wait for it, many times in each step,
+    and one thread alone can be ten times as fast. That changes while a request runs, so it is tried again and again:
+    half as many threads soon and rather often, since that costs little where it is in vain; twice as many seldom, since
+    that may cost a lot. The answer doesn't depend on the number of threads, only its speed does.
+    """
+
+    def __init__(self) -> None:
+        self._limit = 0
+        self._chosen: dict[int, int] = {}  # for each limit that was met
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._trial: int | None = None
+        self._steps = 0
+        self._due = dict(_FIRST)
+        self._interval = dict(_FIRST)
+
+    def threads(self, limit: int) -> int:
+        """Threads for the next step.
+
+        Arguments:
+            limit: the most it may take.
+        """
+        if limit != self._limit:
+            self._start_over(limit)
+        if self._trial is None:
+            self._trial = self._next_trial()
+        return self._trial or self._current
+
+    def note(self, seconds: float) -> None:
+        """Tell how long the step took that ``threads`` was asked for."""
+        self._steps += 1
+        if self._trial is not None:
+            self._judge(seconds)
+            return
+        if seconds < _SHORT:
+            return
+        usual = median(self._recent) if self._recent else seconds
+        if seconds > _SLUMP * usual:
+            # Once may be chance; the step after the next one tries fewer, unless the next is as quick as ever.
+            self._recent.clear()
+            self._due["fewer"] = self._steps + 1
+        elif seconds * _SLUMP < usual:
+            self._recent.clear()
+            self._due["fewer"] = self._steps + self._interval["fewer"]
+        self._recent.append(seconds)
+
+    @property
+    def _current(self) -> int:
+        return self._chosen.get(self._limit, self._limit)
+
+    def _start_over(self, limit: int) -> None:
+        """Other neighbours, other times: only the choice for this limit is remembered."""
+        self._limit = limit
+        self._recent.clear()
+        self._trial = None
+        self._steps = 0
+        self._due, self._interval = dict(_FIRST), dict(_FIRST)
+
+    def _next_trial(self) -> int | None:
+        if not self._recent:
+            return None
+        current = self._current
+        if current > 1 and self._steps >= self._due["fewer"]:
+            return current // 2
+        if current < self._limit and self._steps >= self._due["more"]:
+            return min(2 * current, self._limit)
+        return None
+
+    def _judge(self, seconds: float) -> None:
+        trial, self._trial = self._trial, None
+        assert trial is not None, "only a trial is judged"
+        direction = "fewer" if trial < self._current else "more"
+        if seconds < _MARGIN * median(self._recent):
+            self._chosen[self._limit] = trial
+            self._recent.clear()
+            self._recent.append(seconds)
+            self._interval = dict(_FIRST)
+            # What was left behind is not tried again soon, or a lucky step would be paid for twice.
+            back = "more" if direction == "fewer" else "fewer"
+            self._due = {direction: self._steps + _FIRST[direction], back: self._steps + _FIRST["more"]}
+        else:
+            self._interval[direction] = min(self._interval[direction] * _GROWTH[direction], _LONGEST[direction])
+            self._due[direction] = self._steps + self._interval[direction]
