@@ -187,15 +187,15 @@ class RawClient:
         """Our end's."""
         return self._socket.getsockname()[1]
 
-    def post(self, body: dict[str, Any], *, cut: int = 0) -> None:
-        """Send a request, without its last ``cut`` bytes."""
+    def post(self, body: dict[str, Any], *, cut: int = 0, more: bytes = b"") -> None:
+        """Send a request, without its last ``cut`` bytes, or with more behind it."""
         data = json.dumps(body).encode()
         head = (
             f"POST {route(body)} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
             f"x-request-id: {self.request_id}\r\ncontent-length: {len(data)}\r\n\r\n"
         )
         message = head.encode() + data
-        self._socket.sendall(message[: len(message) - cut])
+        self._socket.sendall(message[: len(message) - cut] + more)
 
     def read_events(self, count: int) -> None:
         """Read until so many events have arrived."""

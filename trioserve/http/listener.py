@@ -122,7 +122,7 @@ class Connection(TCPServer):
         # Hypercorn reads nothing while bytes of a next request wait for the end of this one, and would not see that the
         # client has left meanwhile. So somebody else reads, a little ahead.
         ahead, data = trio.open_memory_channel[bytes](READ_AHEAD)
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as nursery, data:
             nursery.start_soon(self._read_ahead, ahead, nursery.cancel_scope)
             async for received in data:
                 await self.protocol.handle(RawData(received))
