@@ -489,3 +489,35 @@ async def test_a_lease_whose_slot_is_gone_fails_and_goes_back(model_for):
         await job.next_events()
     lease.release()
     assert model.status().active_slots == 0
+
+
+# -- threads that are worth it
+
+
+class Prompting:
+    """A session whose prompts take two steps: a whole piece, then a short one that gives the first token."""
+
+    n_ctx = 100
+
+    def __init__(self, clock):
+        self._clock = clock
+        self._whole = False
+        self.threads = []
+
+    def step(self, threads):
+        self._whole = not self._whole
+        self.threads.append(threads)
+        self._clock["now"] += (0.4 if self._whole else 0.05) / threads
+        return [] if self._whole else [Token(0, 1, "x")]
+
+
+async def test_the_short_last_piece_of_a_prompt_is_no_proof_for_fewer_threads(monkeypatch):
+    clock = {"now": 0.0}
+    monkeypatch.setattr("trioserve.runtime.slot.time.perf_counter", lambda: clock["now"])
+    session = Prompting(clock)
+    slot = Slot(0, session, trio.CapacityLimiter(1), Cores(2), threads=0)
+    for _ in range(100):
+        job = Job(sequence(), lambda: None)
+        slot._step(job)
+        slot._step(job)
+    assert session.threads.count(2) >= 190

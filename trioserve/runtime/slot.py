@@ -102,11 +102,13 @@ class Slot:
 
     def _step(self, job: Job) -> Sequence[StepEvent]:
         """Take one step, with as many threads as are its share and worth having."""
-        pace = self._prefill_pace if job.first_token_at is None else self._decode_pace
+        prefilling = job.first_token_at is None
+        pace = self._prefill_pace if prefilling else self._decode_pace
         threads = pace.threads(self._cores.share(self._threads))
         began = time.perf_counter()
         events = self.session.step(threads)
-        pace.note(time.perf_counter() - began)
+        if not (prefilling and events):  # the last piece of a prompt is of any length, and proves nothing
+            pace.note(time.perf_counter() - began)
         return events
 
 

@@ -10,7 +10,7 @@ from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.core import DecodeCore
 from trioserve.engine.llama.vocabulary import Vocabulary
 
-CPU_CHUNK = 64
+CPU_CHUNK = 128
 """Tokens of a prompt that one step evaluates on a CPU. A step that has begun keeps its threads, so short steps follow
 the load; larger ones were no faster (SmolLM2-135M: the same from 32 to 512)."""
 
