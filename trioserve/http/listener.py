@@ -189,9 +189,10 @@ async def serve_http(app: Any, config: Config, sock: socket.socket, until: Calla
             await until()
             accepting.cancel_scope.cancel()
         await context.terminated.set()
-        deadline = trio.current_time() + CLOSING_SECONDS
-        limits.stop_at(deadline)
-        connections.cancel_scope.deadline = deadline
+        now = trio.current_time()
+        # What is cancelled still tells its client why: sends end later than the tasks that make them.
+        connections.cancel_scope.deadline = now + CLOSING_SECONDS / 2
+        limits.stop_at(now + CLOSING_SECONDS)
 
 
 def _listener(theirs: HypercornConfig, sock: socket.socket, limits: SendLimits) -> trio.abc.Listener[Any]:

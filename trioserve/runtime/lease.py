@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from trioserve.engine.base import SequenceRequest
 from trioserve.errors import TrioserveError
 from trioserve.runtime.job import Job
+from trioserve.runtime.pool import Pool
 from trioserve.scheduling.admission import Ticket
 
-if TYPE_CHECKING:
-    from trioserve.runtime.model import Model
-    from trioserve.runtime.pool import Pool
+
+class Lessor(Protocol):
+    """Whose slots are leased: a model, as its leases see it."""
+
+    @property
+    def id(self) -> str:
+        """What requests call it."""
+        ...
+
+    async def ensure_loaded(self) -> Pool:
+        """Return the pool, loading it first where that has to be."""
+        ...
+
+    def take_back(self, ticket: Ticket) -> None:
+        """Pass a slot on to whoever is next."""
+        ...
 
 
 class Lease:
@@ -22,7 +36,7 @@ class Lease:
         ticket: granted.
     """
 
-    def __init__(self, model: Model, ticket: Ticket) -> None:
+    def __init__(self, model: Lessor, ticket: Ticket) -> None:
         assert ticket.slot is not None, "a lease is made from a granted ticket"
         self.slot: int = ticket.slot
         self._model = model

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import trio
 
@@ -18,9 +18,16 @@ from trioserve.runtime.weights_cache import WeightsCache
 DEFAULT_N_CTX = 4096
 
 
+class _Readers:
+    def __init__(self) -> None:
+        self.count = 0
+        self.gone = trio.Event()
+        self.gone.set()
+
+
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """A published pool. While it stands, its weights may be asked to tokenise.
+    """A published pool. Its weights may be asked to tokenise by whoever has a lease, or is inside ``reading``.
 
     Attributes:
         config: what it was made from.
@@ -33,6 +40,25 @@ class Pool:
     weights: Weights
     n_ctx: int
     slots: Sequence[Slot]
+    _readers: _Readers = field(default_factory=_Readers, init=False, repr=False)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep the weights for the length of the block, without a lease."""
+        readers = self._readers
+        if readers.count == 0:
+            readers.gone = trio.Event()
+        readers.count += 1
+        try:
+            yield
+        finally:
+            readers.count -= 1
+            if readers.count == 0:
+                readers.gone.set()
+
+    async def wait_unread(self) -> None:
+        """Return once nobody is inside ``reading``."""
+        await self._readers.gone.wait()
 
 
 def load_options(config: ModelConfig) -> LoadOptions:
@@ -76,10 +102,7 @@ async def open_sessions(
     weights = await cache.acquire(config.path, load_options(config), progress)
     sessions: list[Session] = []
     try:
-        if config.slots > weights.max_sessions:
-            raise InvalidModelError(
-                f"slots is {config.slots}, but {weights.name} can have {weights.max_sessions} at most", param="slots"
-            )
+        check_capacity(config, weights)
         options = session_options(config, weights.n_ctx_train)
         for index in range(config.slots):
             session = await _open_session(weights, options, index)
@@ -89,6 +112,40 @@ async def open_sessions(
         with trio.CancelScope(shield=True):
             for session in reversed(sessions):
                 await trio.to_thread.run_sync(session.close)
+            await cache.release(weights)
+
+
+def check_capacity(config: ModelConfig, weights: Weights) -> None:
+    """See that the model's family can have so many sessions.
+
+    Raises:
+        InvalidModelError: it can't.
+    """
+    if config.slots > weights.max_sessions:
+        raise InvalidModelError(
+            f"slots is {config.slots}, but {weights.name} can have {weights.max_sessions} at most", param="slots"
+        )
+
+
+@contextlib.asynccontextmanager
+async def tried_out(config: ModelConfig, cache: WeightsCache) -> AsyncIterator[None]:
+    """Hold a configuration's weights, after a session over them could be made.
+
+    Weights that are loaded already are reused, and the load that follows within the block reuses these.
+
+    Raises:
+        InvalidModelError: the model can't have that many slots.
+        ModelLoadError: weights or a session could not be made.
+    """
+    weights = await cache.acquire(config.path, load_options(config))
+    try:
+        check_capacity(config, weights)
+        with trio.CancelScope(shield=True):
+            session = await _open_session(weights, session_options(config, weights.n_ctx_train), 0)
+            await trio.to_thread.run_sync(session.close)
+        yield
+    finally:
+        with trio.CancelScope(shield=True):
             await cache.release(weights)
 
 
@@ -121,9 +178,14 @@ async def serve_pool(
     async with open_sessions(config, cache, progress) as (weights, sessions, n_ctx):
         limiter = trio.CapacityLimiter(config.slots)
         slots = [Slot(index, session, limiter, cores, config.threads) for index, session in enumerate(sessions)]
-        async with trio.open_nursery() as nursery:
-            for slot in slots:
-                await nursery.start(slot.run)
-            task_status.started(Pool(config, weights, n_ctx, slots))
-            await retire.wait()
-            nursery.cancel_scope.cancel()
+        pool = Pool(config, weights, n_ctx, slots)
+        try:
+            async with trio.open_nursery() as nursery:
+                for slot in slots:
+                    await nursery.start(slot.run)
+                task_status.started(pool)
+                await retire.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                await pool.wait_unread()

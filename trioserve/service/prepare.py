@@ -48,7 +48,8 @@ class Preparer:
         """
         if _is_short(request) and self._template_is_known(pool, request):
             return prepare(pool, request)
-        return await trio.to_thread.run_sync(prepare, pool, request, limiter=self._limiter)
+        with pool.reading():
+            return await trio.to_thread.run_sync(prepare, pool, request, limiter=self._limiter)
 
     def _template_is_known(self, pool: Pool, request: GenerationRequest) -> bool:
         """Whether the pool's chat template was used before: compiling a large one takes too long for the event loop."""

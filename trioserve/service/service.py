@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 
 import trio
 
-from trioserve.config import Config, ModelConfig
+from trioserve.config import Config
 from trioserve.engine.base import Engine
 from trioserve.errors import ShuttingDownError, TrioserveError
 from trioserve.runtime.cores import Cores
-from trioserve.runtime.model import LoadProgress, Model, ModelStatus
+from trioserve.runtime.loader import LoadProgress
+from trioserve.runtime.model import House, Model, ModelStatus
 from trioserve.runtime.registry import Registry
+from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.admission import effective_wait
 from trioserve.scheduling.lifecycle import PROCESS, ProcessEvent, ProcessPhase, RequestEvent, advance
 from trioserve.scheduling.statistics import DrainReport
 from trioserve.service.generate import Generation
 from trioserve.service.ledger import Ledger, Record, Tally
+from trioserve.service.manage import Management
 from trioserve.service.prepare import Prepared, Preparer
 from trioserve.service.requests import GenerationRequest, describe
+from trioserve.service.status import SlotStatus, slot_statuses
 
 logger = logging.getLogger("trioserve.service")
 
@@ -36,12 +40,18 @@ class Service:
 
     Arguments:
         config: of the server.
+        house: shared by its models.
         registry: of models.
+        nursery: where the models live.
+
+    Attributes:
+        management: loads, reconfigures and unloads models.
     """
 
-    def __init__(self, config: Config, registry: Registry) -> None:
+    def __init__(self, config: Config, house: House, registry: Registry, nursery: trio.Nursery) -> None:
         self.config = config
         self.registry = registry
+        self.management = Management(config, registry, house, nursery, self.check_accepting)
         self._phase = ProcessPhase.SERVING
         self._ledger = Ledger()
         self._preparer = Preparer()
@@ -64,6 +74,10 @@ class Service:
     def models(self) -> list[ModelStatus]:
         """Return one consistent moment of all models. Never waits."""
         return [model.status() for model in self.registry]
+
+    def slots(self) -> Sequence[SlotStatus]:
+        """Return one consistent moment of all slots. Never waits."""
+        return slot_statuses(self.models(), self._ledger.under_way())
 
     def tally(self) -> Tally:
         """Return the counts of requests since the start."""
@@ -97,6 +111,7 @@ class Service:
         self.check_accepting()
         model = self.registry.find(request.model)
         prepared = await self._prepare_early(model, request)
+        self.check_accepting()  # once more: a drain that has begun meanwhile does not know of this request
         record = self._ledger.open(request.request_id, model.id)
         resources.callback(record.close)
         record.on_abandon(resources.close)
@@ -168,6 +183,8 @@ class Service:
 
     async def close(self) -> None:
         """Give up whatever is still under way and unload all models, each when its threads have ended."""
+        if self._phase is ProcessPhase.SERVING:
+            self._phase = advance(PROCESS, self._phase, ProcessEvent.STOP_REQUESTED)
         self._ledger.cut(ShuttingDownError("the server is shutting down"))
         self._ledger.abandon()
         async with trio.open_nursery() as nursery:
@@ -192,16 +209,20 @@ class Service:
             effective_wait(self.config.busy_timeout_ms, config.busy_timeout_ms, request.busy_timeout_ms)
         )
         resources.callback(lease.release)
+        # The request may have been cut off in the very moment of its admission, and not yet know.
+        await trio.lowlevel.checkpoint_if_cancelled()
         record.advance(RequestEvent.ADMITTED)
-        record.fields.update(slot=lease.slot, queue_ms=round(1000 * (time.perf_counter() - entered), 1))
+        record.slot = lease.slot
+        record.fields["queue_ms"] = round(1000 * (time.perf_counter() - entered), 1)
         pool = await lease.ready()
         if prepared is None or prepared.pool is not pool:
             # What was queued sees the configuration that it is admitted to.
             prepared = await self._preparer.prepare(pool, request)
+        await trio.lowlevel.checkpoint_if_cancelled()  # the same, for the preparation; from here on its job is told
         job = lease.start(pool, prepared.sequence)
         record.advance(RequestEvent.STARTED)
         record.on_cut(lease.fail)
-        record.fields["prompt_tokens"] = prepared.prompt_tokens
+        record.prompt_tokens = prepared.prompt_tokens
         if self.config.log_prompts:
             record.fields["prompt"] = describe(request.prompt)
         return Generation(job, record, model.id, prepared.prompt_tokens)
@@ -244,13 +265,22 @@ async def open_service(
         from trioserve.engine.llama import LlamaEngine  # heavy: not before it is needed
 
         engine = LlamaEngine()
-    cache, cores = WeightsCache(engine), Cores()
-
+    registry = Registry()
+    house = House(
+        engine,
+        WeightsCache(engine),
+        Cores(),
+        Residency(config.max_loaded_models, config.min_free_memory_mb, registry.__iter__),
+        max_queued=config.max_queued_requests,
+        idle_unload=config.idle_unload_ms / 1000,
+        progress=progress,
+    )
     async with trio.open_nursery() as nursery:
-        models = [_registered(config, entry, cache, cores, progress) for entry in config.models]
-        for model in models:
+        for entry in config.models:
+            model = Model(entry, house)
+            registry.add(model)
             await nursery.start(model.run)
-        service = Service(config, Registry(models))
+        service = Service(config, house, registry, nursery)
         nursery.start_soon(service.load_at_start)
         try:
             yield service
@@ -258,10 +288,3 @@ async def open_service(
             with trio.CancelScope(shield=True):
                 await service.close()
             nursery.cancel_scope.cancel()
-
-
-def _registered(
-    config: Config, entry: ModelConfig, cache: WeightsCache, cores: Cores, progress: LoadProgress | None
-) -> Model:
-    max_queued = config.max_queued_requests if entry.max_queued_requests is None else entry.max_queued_requests
-    return Model(entry, cache, cores, max_queued=max_queued, progress=progress)

@@ -42,6 +42,8 @@ class FakeEngine:
         failing_loads: how many of the next loads fail.
         failing_session: index of the session whose making fails, once, or None.
         failing_step: number of the step, of any sequence, that fails, or None.
+        raising_step: number of the step, of any sequence, that raises, or None.
+        refused: name of a file that is refused when it is inspected, or None.
         closed: names of what was closed, in order.
     """
 
@@ -53,10 +55,17 @@ class FakeEngine:
         self.failing_session: int | None = None
         self.failing_step: int | None = None
         self.raising_step: int | None = None
+        self.refused: str | None = None
         self.closed: list[str] = []
         self.loads = 0
         self.max_sessions = max_sessions
         self.answer_tokens = answer_tokens
+
+    def inspect(self, path: Path) -> FakeFile:
+        """Look at nothing, in the manner of an inspection."""
+        if self.refused == path.name:
+            raise LoadFailure("the fake was told to refuse it")
+        return FakeFile()
 
     def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> FakeWeights:
         """Load nothing, in the manner of a load."""
@@ -68,6 +77,17 @@ class FakeEngine:
         if progress is not None and not progress(1.0):
             raise LoadFailure("the load was given up")
         return FakeWeights(self, path.stem)
+
+
+class FakeFile:
+    """Says what a header would say."""
+
+    architecture = "fake"
+    n_ctx_train = 4096
+
+    def memory(self, options: SessionOptions, slots: int) -> int:
+        """A million bytes for the weights and as many for each slot."""
+        return 1_000_000 * (1 + slots)
 
 
 class FakeWeights:

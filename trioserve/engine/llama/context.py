@@ -108,7 +108,7 @@ class Context:
         offloaded: whether layers run on another device than the CPU.
 
     Raises:
-        LoadFailure: llama.cpp could not allocate it.
+        LoadFailure: llama.cpp could not allocate it, or the model can't continue a text.
     """
 
     def __init__(self, model: Any, n_vocab: int, options: SessionOptions, *, offloaded: bool) -> None:
@@ -118,8 +118,12 @@ class Context:
             self._ctx = llama_cpp.llama_init_from_model(model, _parameters(options, offloaded=offloaded))
         if not self._ctx:
             raise LoadFailure("; ".join(errors[-2:]) or "the context could not be allocated")
-        llama_cpp.llama_set_abort_callback(self._ctx, self._read_flag, ctypes.cast(self._flag, ctypes.c_void_p))
         self._memory = llama_cpp.llama_get_memory(self._ctx)
+        if not self._memory:
+            # llama_decode would take such a model for an encoder, and abort the process.
+            self.close()
+            raise LoadFailure("the model keeps no earlier tokens: it is made for embeddings or diffusion, not for text")
+        llama_cpp.llama_set_abort_callback(self._ctx, self._read_flag, ctypes.cast(self._flag, ctypes.c_void_p))
         self._threads = 0
         self._row_type = ctypes.c_float * n_vocab
 

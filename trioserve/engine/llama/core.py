@@ -95,10 +95,13 @@ class DecodeCore:
 
     def clear(self) -> None:
         """Forget all sequences and lower the abort flag."""
-        for number in list(self._live):
-            self._live.pop(number).sampler.close()
-            self._free.append(number)
+        self._forget_all()
         self._context.reset()
+
+    def close(self) -> None:
+        """Free the context and what the live sequences hold. Idempotent."""
+        self._forget_all()
+        self._context.close()
 
     def step(self, threads: int) -> list[StepEvent]:
         """Evaluate one batch; see ``engine.base.Session.step``."""
@@ -111,11 +114,16 @@ class DecodeCore:
         if outcome is Outcome.INTERRUPTED:
             return []
         if outcome is Outcome.FAILED:
-            return [Failed(live.number, "llama_decode failed") for live in self._live.values() if live.pending]
+            return self._fail(rows)
         events: list[StepEvent] = []
         for row in rows:
             self._advance(row, events)
         return events
+
+    def _forget_all(self) -> None:
+        for number in list(self._live):
+            self._live.pop(number).sampler.close()
+            self._free.append(number)
 
     def _fill(self) -> list[_Row]:
         """Put next tokens first and prompt chunks after them, so that nobody's prompt delays another's next token.
@@ -136,6 +144,18 @@ class DecodeCore:
             if complete:
                 rows.append(_Row(live, index))
         return rows
+
+    def _fail(self, rows: Sequence[_Row]) -> list[StepEvent]:
+        """End every sequence that had not ended: which of them the context could not take, it does not say.
+
+        Arguments:
+            rows: what ``_fill`` returned; their sequences have nothing pending any more.
+        """
+        complete = {row.live.number for row in rows}
+        going = [live for live in self._live.values() if live.pending or live.number in complete]
+        for live in going:
+            live.pending = ()
+        return [Failed(live.number, "llama_decode failed") for live in going]
 
     def _advance(self, row: _Row, events: list[StepEvent]) -> None:
         """Sample the next token of a sequence and say what became of it."""

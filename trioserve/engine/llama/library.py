@@ -18,7 +18,7 @@ import llama_cpp
 
 _logger = logging.getLogger("trioserve.llama")
 _capture = threading.local()
-_LEVEL_WARN, _LEVEL_ERROR = 2, 3
+_LEVEL_ERROR = 4  # of ggml.h; the list in a comment of llama_cpp._logger is an older one
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]

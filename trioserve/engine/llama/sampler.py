@@ -13,6 +13,8 @@ from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.sampling import Sampling
 
 _KEEP = 1  # truncating samplers always leave at least one candidate
+# Logits divided by less would leave the range of a float32, even twice: infinities, whose difference is no number.
+_LEAST_DIVISOR = 1e-15
 
 
 class Sampler:
@@ -67,7 +69,8 @@ def _penalties(vocabulary: Vocabulary, sampling: Sampling, prompt: Sequence[int]
     parts = []
     if sampling.repeat_penalty != 1 and sampling.repeat_last_n:
         last = min(sampling.repeat_last_n, n_ctx)
-        repeat = llama_cpp.llama_sampler_init_penalties(vocabulary.size, last, sampling.repeat_penalty, 0.0, 0.0)
+        divisor = max(sampling.repeat_penalty, _LEAST_DIVISOR)
+        repeat = llama_cpp.llama_sampler_init_penalties(vocabulary.size, last, divisor, 0.0, 0.0)
         for token in prompt[-last:]:
             llama_cpp.llama_sampler_accept(repeat, token)
         parts.append(repeat)
@@ -91,6 +94,6 @@ def _choice(sampling: Sampling) -> list[Any]:
         parts.append(llama_cpp.llama_sampler_init_top_p(sampling.top_p, _KEEP))
     if sampling.min_p > 0:
         parts.append(llama_cpp.llama_sampler_init_min_p(sampling.min_p, _KEEP))
-    parts.append(llama_cpp.llama_sampler_init_temp(sampling.temperature))
+    parts.append(llama_cpp.llama_sampler_init_temp(max(sampling.temperature, _LEAST_DIVISOR)))
     parts.append(llama_cpp.llama_sampler_init_dist(sampling.seed))
     return parts

@@ -54,5 +54,5 @@ class LlamaSession:
         self._context.interrupt()
 
     def close(self) -> None:
-        """Free the context."""
-        self._context.close()
+        """Free the context and what its sequences hold."""
+        self._core.close()

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from quart import Response
 from quart_trio import QuartTrio
+from werkzeug.routing import PathConverter
 
 from trioserve.errors import ModelNotFoundError
 from trioserve.http import render
 from trioserve.service import Service
 
 
+class _ModelId(PathConverter):
+    """Any text, also one that begins with a slash."""
+
+    regex, part_isolating = ".+", False
+
+
 def register(app: QuartTrio, service: Service) -> None:
     """Add the routes."""
+    app.url_map.converters["model_id"] = _ModelId
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return _json({"object": "list", "data": [render.model(status) for status in service.models()]})
+        return render.response({"object": "list", "data": [render.model(status) for status in service.models()]})
 
-    @app.get("/v1/models/<path:model_id>")
+    @app.get("/v1/models/<model_id:model_id>")
     async def one_model(model_id: str) -> Response:
         for status in service.models():
             if status.id == model_id:
-                return _json(render.model(status))
+                return render.response(render.model(status))
         raise ModelNotFoundError(f"the model {model_id[:100]!r} does not exist", param="model")
 
-
-def _json(value: object) -> Response:
-    return Response(render.dumps(value), content_type="application/json")
+    @app.get("/v1/slots")
+    async def slots() -> Response:
+        return render.response({"object": "list", "data": [render.slot(status) for status in service.slots()]})
