@@ -39,6 +39,7 @@ class FakeEngine:
         load_gate: passed by every load.
         session_gate: passed by every making of a session.
         step_gate: passed by every step of every session.
+        close_gate: passed by every closing of a session.
         failing_loads: how many of the next loads fail.
         failing_session: index of the session whose making fails, once, or None.
         failing_step: number of the step, of any sequence, that fails, or None.
@@ -51,6 +52,7 @@ class FakeEngine:
         self.load_gate = ThreadGate()
         self.session_gate = ThreadGate()
         self.step_gate = ThreadGate()
+        self.close_gate = ThreadGate()
         self.failing_loads = 0
         self.failing_session: int | None = None
         self.failing_step: int | None = None
@@ -183,7 +185,8 @@ class FakeSession:
         self._engine.step_gate.wake()
 
     def close(self) -> None:
-        """Note it."""
+        """Pass the gate and note it."""
+        self._engine.close_gate.wait()
         self._engine.closed.append(self.name)
 
     def _advance(self, number: int, live: _Live, events: list[StepEvent]) -> None:
