@@ -17,6 +17,12 @@ from trioserve.engine.llama.vocabulary import Vocabulary
 
 _NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
 _TEXT_BYTES = 256
+_LOAD_MODES = {  # by (mmap, mlock)
+    (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
+    (True, False): llama_cpp.LLAMA_LOAD_MODE_MMAP,
+    (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
+    (True, True): llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
+}
 
 
 class LlamaWeights:
@@ -72,8 +78,7 @@ class LlamaEngine:
         params = llama_cpp.llama_model_default_params()
         # Any negative number is "all" to llama.cpp too.
         params.n_gpu_layers = options.gpu_layers
-        params.use_mmap = options.mmap
-        params.use_mlock = options.mlock
+        params.load_mode = _LOAD_MODES[options.mmap, options.mlock]
         callback = _progress_callback(progress)
         params.progress_callback = callback
         with captured_errors() as errors:

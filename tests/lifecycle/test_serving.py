@@ -1,0 +1,284 @@
+"""Requests that are served: whole and streamed, alone and side by side, through the clients that people use."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai as openai_package
+import pytest
+
+from .client import (
+    CHAT,
+    COMPLETIONS,
+    ask,
+    assert_error,
+    chat,
+    completion,
+    each_event,
+    exactly,
+    http,
+    long_prompt,
+    openai,
+    route,
+    streamed,
+)
+from .daemon import Daemon
+
+HAIKU = [{"role": "user", "content": "Write a haiku about the sea."}]
+HANGUL = "안녕하세요. 저는 한국어를 배우고 있습니다. 안녕하세요. 저는 한국어를"
+FAMILIES = "👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧"
+SMALL_CONTEXT = 64
+
+
+@pytest.fixture
+def client(shared):
+    with http(shared.url) as client:
+        yield client
+
+
+@pytest.fixture
+def official(shared):
+    with openai(shared.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A server whose context is filled quickly."""
+    with Daemon("--slots", "2", "--n-ctx", str(SMALL_CONTEXT)) as daemon, http(daemon.url) as client:
+        yield client
+
+
+# -- the official client
+
+
+def test_streams_run_side_by_side(official):
+    together = threading.Barrier(4)
+
+    def stream(_):
+        together.wait(30)
+        chunks = official.chat.completions.create(
+            model="smollm2", messages=HAIKU, max_tokens=16, stream=True, extra_body={"ignore_eos": True}
+        )
+        arrivals, reason = [], None
+        for chunk in chunks:
+            if chunk.choices[0].delta.content:
+                arrivals.append(time.monotonic())
+            reason = reason or chunk.choices[0].finish_reason
+        return arrivals, reason
+
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(stream, range(4)))
+    assert [reason for _, reason in results] == ["length"] * 4
+    firsts, lasts = zip(*((arrivals[0], arrivals[-1]) for arrivals, _ in results), strict=True)
+    assert max(firsts) < min(lasts), "a stream had to wait for the end of another"
+
+
+def test_official_client_without_stream(official):
+    answer = official.chat.completions.create(model="smollm2", messages=HAIKU, max_tokens=8, temperature=0)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+
+
+def test_official_client_completes_text(official):
+    answer = official.completions.create(model="smollm2", prompt="One, two, three,", max_tokens=4, temperature=0)
+    assert answer.choices[0].text
+    assert answer.usage.completion_tokens == 4
+
+
+def test_official_client_lists_models(official):
+    (model,) = official.models.list()
+    assert model.id == "smollm2"
+    assert model.slots == 4
+    assert model.loaded is True
+    assert official.models.retrieve("smollm2") == model
+
+
+def test_official_client_raises_on_a_prompt_that_is_too_long(official):
+    for stream in (False, True):
+        with pytest.raises(openai_package.BadRequestError) as caught:
+            official.completions.create(model="smollm2", prompt=long_prompt(3000), stream=stream)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_official_client_raises_on_an_unknown_model(official):
+    with pytest.raises(openai_package.NotFoundError) as caught:
+        official.chat.completions.create(model="gpt-17", messages=HAIKU)
+    assert caught.value.type == "model_not_found"
+
+
+# -- streamed equals whole
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat("Name three colours."),
+        completion("The capital of France is"),
+        completion(HANGUL, max_tokens=24),
+        completion(FAMILIES, max_tokens=24),
+        chat(f"Repeat after me: {HANGUL} {FAMILIES}", max_tokens=24),
+        completion("1 2 3 4 5", stop=["8"]),
+        completion("a b c d e f", stop=[" i j", "zz"], max_tokens=16),
+    ],
+    ids=["chat", "completion", "hangul", "emoji", "both", "stop", "long stop"],
+)
+def test_stream_equals_whole(client, body):
+    alone = ask(client, body)
+    told = ask(client, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert (told.text, told.finish_reason, told.usage) == (alone.text, alone.finish_reason, alone.usage)
+    assert "\ufffd" not in alone.text
+    assert told.chunks > 2
+    assert not any(stop in alone.text for stop in body.get("stop", ()))
+
+
+@pytest.mark.parametrize("prompt", [HANGUL, FAMILIES])
+def test_characters_of_many_tokens_arrive_whole(client, prompt):
+    with client.stream("POST", COMPLETIONS, json=completion(prompt, max_tokens=24, stream=True)) as response:
+        lines = [line.decode("utf-8", "strict") for line in b"".join(response.iter_raw()).split(b"\n")]
+    assert not any("\ufffd" in line for line in lines)
+    assert any(not line.isascii() for line in lines), "the model did not go on in the script of the prompt"
+
+
+def test_stop_strings_are_never_seen(client):
+    answer = ask(client, completion("1 2 3 4 5 6", stop="9", max_tokens=24))
+    assert answer.finish_reason == "stop"
+    assert "8" in answer.text
+    assert "9" not in answer.text
+
+
+def test_usage_comes_last_and_only_when_asked(client):
+    body = chat(stream=True)
+    plain = client.post(CHAT, json=body).text
+    assert '"usage"' not in plain
+    text = client.post(CHAT, json={**body, "stream_options": {"include_usage": True}}).text
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+    assert streamed(plain).text == streamed(text).text
+
+
+# -- chance
+
+
+def test_seed_decides_whatever_the_load(client):
+    body = chat("Tell me a story.", temperature=1, max_tokens=12)
+    alone = ask(client, {**body, "seed": 42}).text
+    with ThreadPoolExecutor(4) as threads:
+        seeds = [42, 7, 42, 43, 42, 8, 42, 9]
+        texts = list(threads.map(lambda seed: ask(client, {**body, "seed": seed}).text, seeds))
+    assert {text for seed, text in zip(seeds, texts, strict=True) if seed == 42} == {alone}
+    assert texts[seeds.index(43)] != alone
+
+
+def test_hot_temperature_gives_valid_json(client):
+    def hot(seed):
+        body = chat(temperature=2, top_k=0, min_p=0, top_p=1, seed=seed, max_tokens=3)
+        response = client.post(CHAT, json={**body, "stream": seed % 2 == 0})
+        assert response.status_code == 200
+        response.content.decode("utf-8", "strict")
+        return streamed(response.text) if seed % 2 == 0 else response.json()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(hot, range(50)))
+
+
+# -- the ends of the context
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_prompt_that_just_fits(small, stream):
+    body = completion(long_prompt(SMALL_CONTEXT - 1), ignore_eos=True, stream=stream)
+    answer = ask(small, {**body, "stream_options": {"include_usage": True}} if stream else body)
+    assert answer.finish_reason == "length"
+    assert answer.usage == {
+        "prompt_tokens": SMALL_CONTEXT - 1,
+        "completion_tokens": 1,
+        "total_tokens": SMALL_CONTEXT,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("tokens", [SMALL_CONTEXT, SMALL_CONTEXT + 1, 10 * SMALL_CONTEXT])
+def test_prompt_that_does_not_fit(small, tokens, stream):
+    response = small.post(COMPLETIONS, json=completion(long_prompt(tokens), stream=stream))
+    error = assert_error(response, 400, "invalid_request_error")
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "prompt"
+    assert str(tokens) in error["message"]
+    assert str(SMALL_CONTEXT) in error["message"]
+    assert ask(small, completion(max_tokens=1)).usage["completion_tokens"] == 1
+
+
+def test_chat_that_does_not_fit(small):
+    error = assert_error(small.post(CHAT, json=chat("word " * 1000)), 400, "invalid_request_error")
+    assert error["param"] == "messages"
+
+
+def test_answer_ends_at_the_end_of_the_context(small):
+    prompt = long_prompt(SMALL_CONTEXT - 4)
+    answer = ask(small, completion(prompt, max_tokens=100, ignore_eos=True))
+    assert answer.finish_reason == "length"
+    assert answer.usage["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": ""}, 200),
+        ({"prompt": []}, 400),
+        ({"prompt": [""]}, 200),
+        ({"prompt": [[]]}, 400),
+        ({"messages": []}, 400),
+        ({"messages": [{"role": "user", "content": ""}]}, 200),
+    ],
+)
+def test_empty_prompts(client, body, status):
+    response = client.post(route(body), json={**body, "max_tokens": 2, "temperature": 0})
+    assert response.status_code == status, response.text
+    if status == 400:
+        assert_error(response, 400, "invalid_request_error")
+    assert ask(client, exactly(1)).finish_reason == "length"
+
+
+# -- connections
+
+
+def test_http2_with_prior_knowledge(shared):
+    with http(shared.url, http1=False, http2=True) as client:
+        response = client.get("/v1/models")
+        assert response.http_version == "HTTP/2"
+        bodies = [exactly(6, stream=index % 2 == 0) for index in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(lambda body: ask(client, body), bodies))
+        assert len({answer.text for answer in answers}) == 1
+        assert_error(client.post(CHAT, json={"messages": 1}), 400, "invalid_request_error")
+
+
+def test_thousands_of_calls_on_one_connection(client):
+    ends = set()
+    for _ in range(2500):
+        with client.stream("GET", "/health/live") as response:
+            assert response.status_code == 200
+            ends.add(response.extensions["network_stream"].get_extra_info("client_addr"))
+            response.read()
+    assert len(ends) == 1
+
+
+def test_health_and_status_answer_during_a_prefill(client):
+    with client.stream("POST", COMPLETIONS, json=exactly(1, prompt=long_prompt(100), stream=True)) as response:
+        waits = []
+        for _ in range(20):
+            started = time.monotonic()
+            assert client.get("/health/live").status_code == 200
+            assert client.get("/v1/models").json()["data"][0]["active_slots"] <= 1
+            waits.append(time.monotonic() - started)
+        assert list(each_event(response))[-1] == "[DONE]"
+    assert sorted(waits)[len(waits) // 2] < 0.2

@@ -1,0 +1,252 @@
+"""The end of the server: what was taken is finished, newcomers are told, and nothing can hold it up for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from .client import (
+    COMPLETIONS,
+    RawClient,
+    ask,
+    assert_error,
+    completion,
+    each_event,
+    exactly,
+    http,
+    model,
+    wait_active,
+    wait_idle,
+    wait_queued,
+)
+from .daemon import Daemon, eventually
+
+SIZE = ("--slots", "2", "--n-ctx", "1024")
+ENDLESS = 900
+CLEAN, CUT_OFF = 0, 3
+# A name that makes each chunk of a stream longer than a kilobyte, so that buffers fill within a few dozen tokens.
+LONG_ID = "🌊" * 250
+
+
+@contextlib.contextmanager
+def serving(*args):
+    with Daemon(*SIZE, *args) as daemon, http(daemon.url) as client:
+        yield daemon, client
+
+
+def report(daemon):
+    """The counts of the line that a drain ends with."""
+    line = daemon.wait_for_log(r"(drained|stopped before all work was done) in [\d.]+ s: (.*)$", 1).group(2)
+    return {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", line)}
+
+
+def assert_gone(daemon, code, seconds):
+    """See that the process has ended in time and in order, and has left nobody behind."""
+    assert daemon.finish(seconds) == code
+    assert daemon.survivors() == []
+    assert "Traceback" not in daemon.log_text()
+
+
+# -- nothing under way
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_idle_server_ends_at_once(number):
+    with serving() as (daemon, client):
+        assert client.get("/health/ready").status_code == 200  # and this connection stays open
+        daemon.signal(number)
+        assert_gone(daemon, CLEAN, 2)
+        assert report(daemon) == {"finished": 0, "cancelled": 0, "failed": 0, "rejected": 0}
+
+
+def test_connections_that_say_nothing_hold_nothing_up():
+    with serving() as (daemon, _), RawClient(daemon.port), RawClient(daemon.port) as halfway:
+        halfway.post(exactly(1), cut=5)
+        daemon.signal(signal.SIGTERM)
+        assert_gone(daemon, CLEAN, 3)
+
+
+def test_end_while_the_model_loads():
+    with Daemon("--slots", "16", "--n-ctx", "2048", ready=False) as daemon:
+        daemon.signal(signal.SIGTERM)
+        assert_gone(daemon, CLEAN, 10)
+
+
+def test_request_that_waits_for_the_load_is_finished():
+    with Daemon("--slots", "16", "--n-ctx", "2048", ready=False) as daemon, http(daemon.url) as client:
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(ask, client, exactly(2), **{"x-request-id": "early"})
+            with http(daemon.url) as other:
+                eventually(lambda: model(other)["active_slots"] or "early" in daemon.log_text())
+            daemon.signal(signal.SIGTERM)
+            assert answer.result(60).usage["completion_tokens"] == 2
+        assert_gone(daemon, CLEAN, 10)
+
+
+# -- work under way that can be finished
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "group"])
+def test_work_under_way_is_finished(how):
+    with serving() as (daemon, client), http(daemon.url) as status, ThreadPoolExecutor(3) as threads:
+        streams = [threads.submit(ask, client, exactly(60, stream=True)) for _ in range(2)]
+        wait_active(status, 2)
+        queued = threads.submit(ask, client, exactly(5))
+        wait_queued(status, 1)
+        if how == "group":
+            daemon.signal_group(signal.SIGTERM)
+        else:
+            daemon.signal(signal.Signals[how])
+        daemon.wait_for_log("draining active=3")
+        with http(daemon.url) as fresh:
+            for newcomer in (status, fresh):
+                assert_turned_away(newcomer)
+        assert not any(future.done() for future in streams)
+        assert [future.result(60).finish_reason for future in streams] == ["length"] * 2
+        assert queued.result(60).usage["completion_tokens"] == 5
+        assert_gone(daemon, CLEAN, 5)
+        assert report(daemon) == {"finished": 3, "cancelled": 0, "failed": 0, "rejected": 2}
+
+
+def assert_turned_away(client):
+    """See what a client hears that comes during the drain, be its connection old or new."""
+    assert client.get("/health/live").status_code == 200
+    assert client.get("/health/ready").status_code == 503
+    response = client.post(COMPLETIONS, json=exactly(1))
+    assert_error(response, 503, "shutting_down")
+    assert response.headers["connection"] == "close"
+    assert int(response.headers["retry-after"]) > 0
+
+
+# -- work under way that is cut off
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_second_signal_cuts_off_what_is_left(first):
+    with serving() as (daemon, _), under_way(daemon) as clients:
+        daemon.signal(first)
+        daemon.wait_for_log("draining active=4")
+        daemon.signal(signal.SIGINT if first is signal.SIGTERM else signal.SIGTERM)
+        assert_cut_off(daemon, clients)
+
+
+def test_drain_bound_cuts_off_what_is_left():
+    with serving("--drain-timeout-ms", "300") as (daemon, _), under_way(daemon) as clients:
+        daemon.signal(signal.SIGTERM)
+        assert_cut_off(daemon, clients)
+
+
+@contextlib.contextmanager
+def under_way(daemon):
+    """A stream and a whole answer at work, one more of each in the queue."""
+    with http(daemon.url) as client, ThreadPoolExecutor(4) as threads:
+        futures = []
+        for count in range(1, 5):
+            body = exactly(ENDLESS, stream=count % 2 == 1)
+            futures.append(threads.submit(raw_answer, client, body))
+            if count <= 2:
+                wait_active(client, count)
+            else:
+                wait_queued(client, count - 2)
+        yield futures
+
+
+def raw_answer(client, body):
+    """Status and whole body, whatever they are."""
+    with client.stream("POST", COMPLETIONS, json=body) as response:
+        response.read()
+        return response
+
+
+def assert_cut_off(daemon, futures):
+    assert_gone(daemon, CUT_OFF, 3)
+    stream, *others = [future.result(10) for future in futures]
+    assert stream.status_code == 200
+    *chunks, last = [json.loads(event) for event in map_events(stream.text)]
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert last["error"]["type"] == "shutting_down"
+    for response in others:
+        assert_error(response, 503, "shutting_down")
+    assert report(daemon) == {"finished": 0, "cancelled": 4, "failed": 0, "rejected": 0}
+
+
+def map_events(text):
+    """Data of a stream's events; there is no ``[DONE]`` among them, or it would be no JSON."""
+    assert text.endswith("\n\n")
+    return [block.removeprefix("data: ") for block in text[:-2].split("\n\n")]
+
+
+# -- clients that don't read
+
+
+@pytest.fixture
+def stalled():
+    """A stream whose client reads nothing, up to the moment when all buffers on the way are full."""
+
+    @contextlib.contextmanager
+    def start(daemon):
+        with RawClient(daemon.port, receive_buffer=2048) as raw:
+            raw.post(exactly(ENDLESS, stream=True))
+            eventually(lambda: _is_stuck(daemon.port, raw.port), 90, "a full send buffer")
+            yield raw
+
+    return start
+
+
+def _is_stuck(server_port, client_port):
+    """Whether the server has bytes for the client that don't become more or less for a while."""
+    before = _unsent(server_port, client_port)
+    if before == 0:
+        return False
+    time.sleep(0.5)
+    return _unsent(server_port, client_port) == before
+
+
+def _unsent(server_port, client_port):
+    """Bytes in the server's send buffer for one connection."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        ends = [int(end.rpartition(":")[2], 16) for end in fields[1:3]]
+        if ends == [server_port, client_port]:
+            return int(fields[4].partition(":")[0], 16)
+    return 0
+
+
+def test_client_that_does_not_read_loses_its_slot():
+    bounded = serving("--id", LONG_ID, "--send-timeout-ms", "1000")
+    with bounded as (daemon, client), RawClient(daemon.port, receive_buffer=2048) as raw:
+        raw.post(exactly(ENDLESS, stream=True))
+        wait_active(client, 1)
+        assert ask(client, exactly(5)).finish_reason == "length"  # others are not held up
+        fields = daemon.request_log(raw.request_id, 90)
+        assert fields["end"] == "cancelled"
+        assert int(fields["completion_tokens"]) < ENDLESS
+        wait_idle(client, 2)
+        daemon.signal(signal.SIGTERM)
+        assert_gone(daemon, CLEAN, 3)
+
+
+def test_client_that_does_not_read_does_not_hold_up_the_end(stalled):
+    with serving("--id", LONG_ID, "--drain-timeout-ms", "500") as (daemon, _), stalled(daemon):
+        daemon.signal(signal.SIGTERM)
+        assert_gone(daemon, CUT_OFF, 6)
+        assert report(daemon)["cancelled"] == 1
+
+
+def test_second_signal_despite_a_client_that_does_not_read(stalled):
+    with serving("--id", LONG_ID) as (daemon, client), stalled(daemon):
+        reader = client.stream("POST", COMPLETIONS, json=completion(max_tokens=3, ignore_eos=True, stream=True))
+        with reader as response:
+            daemon.signal(signal.SIGTERM)
+            assert list(each_event(response))[-1] == "[DONE]"
+        daemon.wait_for_log("draining")
+        daemon.signal(signal.SIGTERM)
+        assert_gone(daemon, CUT_OFF, 6)
+        assert report(daemon)["finished"] == 1

@@ -1,0 +1,123 @@
+"""The same application under Hypercorn's own command, on Trio and on asyncio, set up by the environment alone."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from .client import (
+    COMPLETIONS,
+    RawClient,
+    ask,
+    assert_error,
+    chat,
+    completion,
+    each_event,
+    exactly,
+    http,
+    wait_active,
+    wait_idle,
+)
+from .daemon import ONE_THREAD, START_SECONDS, Process, eventually, free_port
+
+SETTINGS = {"TRIOSERVE_SLOTS": "4", "TRIOSERVE_N_CTX": "1024", **ONE_THREAD}
+WORKERS = {"trio": ("-k", "trio"), "asyncio": ()}
+PATIENT = ("--graceful-timeout", "60")  # how long Hypercorn lets requests go on; no time for them means a cut
+END_SECONDS = 8  # from the end of the last request to the end of the last process
+
+
+class Hypercorn(Process):
+    """``python -m hypercorn trioserve:app`` on a free port."""
+
+    def __init__(self, *args, env=None):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "hypercorn", "--bind", f"127.0.0.1:{self.port}", *args, "trioserve:app"]
+        super().__init__(command, env)
+
+    def __enter__(self):
+        super().__enter__()
+        try:
+            with http(self.url) as client:
+                eventually(lambda: self._ready(client), START_SECONDS, "a ready server")
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _ready(self, client):
+        assert self.running, "the server has ended"
+        with contextlib.suppress(httpx.TransportError):
+            return client.get("/health/ready").status_code == 200
+        return False
+
+
+@pytest.fixture(scope="module", params=WORKERS)
+def hypercorn(request):
+    with Hypercorn(*WORKERS[request.param], env=SETTINGS) as process:
+        yield process
+        assert "Traceback" not in process.log_text()
+
+
+@pytest.fixture
+def client(hypercorn):
+    with http(hypercorn.url) as client:
+        wait_idle(client)
+        yield client
+
+
+def test_chat_and_stream(client):
+    body = chat("Name three colours.")
+    alone = ask(client, body)
+    assert alone.text
+    assert ask(client, {**body, "stream": True}).text == alone.text
+
+
+def test_errors_have_the_same_shape(client):
+    assert_error(client.post(COMPLETIONS, json={"prompt": 1}), 400, "invalid_request_error")
+    assert_error(client.post(COMPLETIONS, json=completion([5] * 2000, stream=True)), 400, "invalid_request_error")
+    assert_error(client.get("/nowhere"), 404, "invalid_request_error")
+    assert_error(client.get(COMPLETIONS), 405, "invalid_request_error")
+
+
+def test_four_streams_run_side_by_side(client):
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda _: ask(client, exactly(8, stream=True)), range(4)))
+    assert {(answer.text, answer.finish_reason) for answer in answers} == {(answers[0].text, "length")}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_leaving_frees_the_slot(hypercorn, client, stream):
+    with RawClient(hypercorn.port) as raw:
+        raw.post(exactly(900, stream=stream))
+        wait_active(client, 1)
+        if stream:
+            raw.read_events(3)
+    wait_idle(client, 3)
+    assert ask(client, exactly(2)).usage["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("group", [False, True], ids=["process", "group"])
+def test_sigterm_ends_it_when_requests_are_done(worker, group):
+    with Hypercorn(*WORKERS[worker], *PATIENT, env=SETTINGS) as process, http(process.url) as client:
+        with client.stream("POST", COMPLETIONS, json=exactly(8, stream=True)) as response:
+            events = each_event(response)
+            next(events)
+            (process.signal_group if group else process.signal)(signal.SIGTERM)
+            assert list(events)[-1] == "[DONE]"
+        process.finish(END_SECONDS)
+        assert eventually(lambda: not process.survivors(), 2)
+        assert "Traceback" not in process.log_text()
+        process.wait_for_log("drained in", 1)
+
+
+def test_nothing_has_to_be_set_up():
+    with Hypercorn() as process, http(process.url) as client:
+        assert ask(client, chat("Say hello.")).text
+        assert client.get("/v1/models").json()["data"][0]["slots"] == 4

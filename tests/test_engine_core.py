@@ -1,0 +1,608 @@
+"""The decode core: over a scripted context for what it asks of one, over tiny models for what comes out.
+
+"Bits" are digests of the logits behind every greedy choice: equal bits are a stronger claim than equal tokens.
+"""
+
+import collections
+import hashlib
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import llama_cpp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import BOS, Answer, answer, asking, finish, loaded, opened, tiny_model
+
+from trioserve.engine.base import Failed, Finished, FinishReason, SequenceRequest, Token
+from trioserve.engine.llama.context import Context, Outcome
+from trioserve.engine.llama.core import DecodeCore
+
+MAX_SEQUENCES = 4
+N_CTX = 64
+VOCAB, END = 256, 0  # of the scripted model
+LONG = 700  # tokens; enough for the order of additions to show in the last bits. No chunk below leaves one over
+
+Cell = collections.namedtuple("Cell", "token position sequence output")
+
+
+class ScriptedContext:
+    """Answers every token with the next number, fails and aborts as told, and keeps what it was asked."""
+
+    def __init__(self, outcomes=()):
+        self.outcomes = list(outcomes)
+        self.batches = []
+        self.forgotten = []
+        self.interrupted = False
+        self.closed = 0
+
+    def decode(self, batch, threads):
+        struct = batch.struct
+        self.batches.append(
+            [
+                Cell(struct.token[i], struct.pos[i], struct.seq_id[i][0], bool(struct.logits[i]))
+                for i in range(struct.n_tokens)
+            ]
+        )
+        return self.outcomes.pop(0) if self.outcomes else Outcome.DONE
+
+    def logits(self, row):
+        cell = self.batches[-1][row]
+        assert cell.output, f"{cell} was not marked for output"
+        return np.eye(1, VOCAB, (cell.token + 1) % VOCAB, dtype=np.float32)[0]
+
+    def forget(self, sequence):
+        self.forgotten.append(sequence)
+
+    def reset(self):
+        self.interrupted = False
+
+    def close(self):
+        self.closed += 1
+
+
+class ScriptedVocabulary:
+    size = VOCAB
+    end_tokens = (END,)
+
+    def piece(self, token):
+        return bytes([token])
+
+    def ends_generation(self, token):
+        return token == END
+
+
+def core_over(context, *, n_batch=8, chunk=4, n_ctx=N_CTX):
+    return DecodeCore(
+        context, ScriptedVocabulary(), n_ctx=n_ctx, n_batch=n_batch, chunk=chunk, max_sequences=MAX_SEQUENCES
+    )
+
+
+def counted(start, tokens):
+    return [(start + i) % VOCAB for i in range(tokens)]
+
+
+# --- what the core asks of a context ---
+
+
+def test_a_prompt_goes_in_by_chunks_and_only_its_last_token_has_output():
+    context = ScriptedContext()
+    core = core_over(context)
+    core.add(asking(counted(10, 10)))
+    events = [core.step(1) for _ in range(3)]
+    assert context.batches == [
+        [Cell(10 + i, i, 0, False) for i in range(4)],
+        [Cell(10 + i, i, 0, False) for i in range(4, 8)],
+        [Cell(18, 8, 0, False), Cell(19, 9, 0, True)],
+    ]
+    assert events == [[], [], [Token(0, 20, "\x14")]]
+
+
+def test_next_tokens_go_before_prompt_chunks():
+    context = ScriptedContext()
+    core = core_over(context, n_batch=6)
+    slow = core.add(asking(counted(100, 30)))
+    quick = core.add(asking([40, 41]))
+    core.step(1)
+    core.step(1)
+    assert [cell.sequence for cell in context.batches[0]] == [slow] * 4 + [quick] * 2
+    assert context.batches[1][0] == Cell(42, 2, quick, True)
+    assert {cell.sequence for cell in context.batches[1][1:]} == {slow}
+
+
+def test_prompts_that_do_not_fit_together_are_worked_in_the_order_of_arrival():
+    core = core_over(ScriptedContext(), n_batch=4)
+    numbers = [core.add(asking(counted(50, 9))) for _ in range(3)]
+    seen = [event.sequence for _ in range(12) for event in core.step(1)]
+    assert list(dict.fromkeys(seen)) == numbers
+
+
+def test_a_failing_decode_fails_every_sequence_that_had_not_ended():
+    context = ScriptedContext([Outcome.DONE, Outcome.FAILED])
+    core = core_over(context)
+    ended = core.add(asking([1], max_tokens=1))
+    decoding = core.add(asking([9]))
+    core.step(1)
+    halfway = core.add(asking(counted(20, 30)))
+    complete = core.add(asking([7]))
+    events = core.step(1)
+    assert all(isinstance(event, Failed) for event in events)
+    assert sorted(event.sequence for event in events) == sorted([decoding, halfway, complete])
+    assert ended not in [event.sequence for event in events]
+
+
+def test_nothing_more_comes_from_sequences_that_failed():
+    context = ScriptedContext([Outcome.FAILED])
+    core = core_over(context)
+    core.add(asking(counted(20, 30)))
+    assert len(core.step(1)) == 1
+    assert core.step(1) == []
+    assert len(context.batches) == 1
+
+
+def test_a_sequence_after_a_failure_is_answered():
+    core = core_over(ScriptedContext([Outcome.FAILED]))
+    failed = core.add(asking([5]))
+    core.step(1)
+    core.remove(failed)
+    assert answer(core, asking([5], 3)).tokens == [6, 7, 8]
+
+
+@pytest.mark.parametrize("outcomes", [[Outcome.INTERRUPTED], [Outcome.DONE, Outcome.INTERRUPTED]])
+def test_an_interrupted_decode_reports_nothing(outcomes):
+    core = core_over(ScriptedContext(outcomes))
+    core.add(asking([5]))
+    assert [core.step(1) for _ in outcomes][-1] == []
+
+
+def test_nothing_is_decoded_while_the_flag_is_up():
+    context = ScriptedContext()
+    core = core_over(context)
+    core.add(asking([5]))
+    context.interrupted = True
+    assert core.step(1) == []
+    assert context.batches == []
+
+
+def test_a_core_without_sequences_decodes_nothing():
+    context = ScriptedContext()
+    assert core_over(context).step(1) == []
+    assert context.batches == []
+
+
+def test_remove_frees_the_memory_of_that_sequence_alone():
+    context = ScriptedContext()
+    core = core_over(context)
+    first, second = core.add(asking([5])), core.add(asking([6]))
+    core.remove(second)
+    assert context.forgotten == [second]
+    assert [event.sequence for event in core.step(1)] == [first]
+
+
+def test_numbers_are_unique_among_the_live_and_used_again_after_remove():
+    core = core_over(ScriptedContext())
+    numbers = [core.add(asking([5])) for _ in range(MAX_SEQUENCES)]
+    assert sorted(numbers) == list(range(MAX_SEQUENCES))
+    core.remove(2)
+    assert core.add(asking([5])) == 2
+
+
+def test_one_sequence_too_many_is_refused_until_one_is_removed():
+    core = core_over(ScriptedContext())
+    for _ in range(MAX_SEQUENCES):
+        core.add(asking([5]))
+    with pytest.raises(RuntimeError, match="all 4 sequences"):
+        core.add(asking([5]))
+    core.remove(0)
+    core.add(asking([5]))
+
+
+@pytest.mark.parametrize("length", [0, N_CTX, N_CTX + 1, 10 * N_CTX])
+def test_prompts_without_tokens_or_without_room_for_an_answer_are_refused(length):
+    core = core_over(ScriptedContext())
+    for _ in range(MAX_SEQUENCES + 1):  # a refusal takes no sequence
+        with pytest.raises(ValueError, match=f"prompt of {length} tokens"):
+            core.add(asking([5] * length))
+    assert core.add(asking([5])) in range(MAX_SEQUENCES)
+
+
+def test_an_end_token_stops_and_is_not_counted():
+    core = core_over(ScriptedContext())
+    got = answer(core, asking([VOCAB - 4], 30))
+    assert got.tokens == [VOCAB - 3, VOCAB - 2, VOCAB - 1]
+    assert got.reason is FinishReason.STOP
+
+
+def test_an_end_token_at_once_is_an_empty_answer():
+    got = answer(core_over(ScriptedContext()), asking([VOCAB - 1], 30))
+    assert (got.tokens, got.text, got.reason) == ([], "", FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("start", "max_tokens", "text"),
+    [(ord("@"), 3, "ABC"), (VOCAB - 4, 9, "\N{REPLACEMENT CHARACTER}" * 3)],
+    ids=["at the last token", "at the end token"],
+)
+def test_what_was_held_back_for_a_stop_string_comes_with_the_end(start, max_tokens, text):
+    request = asking([start], max_tokens, stops=(text[-1] + "...",))
+    got = answer(core_over(ScriptedContext()), request)
+    assert got.text == text
+    assert got.end.text == text[-1]
+
+
+def test_clear_frees_every_number():
+    core = core_over(ScriptedContext())
+    for _ in range(3):
+        for _ in range(MAX_SEQUENCES):
+            core.add(asking([5]))
+        core.clear()
+
+
+def test_close_is_idempotent_with_sequences_alive():
+    context = ScriptedContext()
+    core = core_over(context)
+    core.add(asking([5]))
+    core.close()
+    core.close()
+    assert context.closed
+
+
+Plan = collections.namedtuple("Plan", "joins_at start length max_tokens leaves_at")
+plans = st.builds(
+    Plan,
+    joins_at=st.integers(0, 12),
+    start=st.integers(1, 90),
+    length=st.integers(1, 40),
+    max_tokens=st.integers(1, 40),
+    leaves_at=st.none() | st.integers(0, 30),
+)
+
+
+class Crowd:
+    """Works plans on a scripted core: each joins when its time has come and a number is free."""
+
+    def __init__(self, plans, n_batch, chunk):
+        self.context = ScriptedContext()
+        self.core = core_over(self.context, n_batch=n_batch, chunk=chunk)
+        self.waiting = sorted(plans, key=lambda plan: plan.joins_at)
+        self.live = {}
+        self.ended = []  # (plan, answer, what was evaluated of it)
+
+    def work(self):
+        for now in itertools.count():
+            if not self.waiting and not self.live:
+                return
+            self._leave(lambda plan, got, now=now: plan.leaves_at is not None and now > plan.leaves_at)
+            self._join(now)
+            for event in self.core.step(1):
+                self.live[event.sequence][1].take(event)
+            for cell in self.context.batches[-1] if self.live else ():
+                self.live[cell.sequence][2].append(cell)
+            self._leave(lambda plan, got: got.end is not None)
+
+    def _join(self, now):
+        while self.waiting and self.waiting[0].joins_at <= now and len(self.live) < MAX_SEQUENCES:
+            plan = self.waiting.pop(0)
+            number = self.core.add(asking(counted(plan.start, plan.length), plan.max_tokens))
+            assert number not in self.live
+            self.live[number] = (plan, Answer(), [])
+
+    def _leave(self, condition):
+        for number, entry in list(self.live.items()):
+            if condition(*entry[:2]):
+                self.core.remove(number)
+                self.ended.append(self.live.pop(number))
+
+
+@given(st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(1, 20))
+@settings(deadline=None)
+def test_sequences_that_come_and_go_never_disturb_each_other(plans, n_batch, chunk):
+    crowd = Crowd(plans, n_batch, min(chunk, n_batch))
+    crowd.work()
+    assert len(crowd.ended) == len(plans)
+    for plan, got, cells in crowd.ended:
+        room = min(plan.max_tokens, N_CTX - plan.length)
+        whole = counted(plan.start, plan.length + room)
+        assert got.tokens == whole[plan.length :][: len(got.tokens)]
+        assert [cell.token for cell in cells] == whole[: len(cells)]
+        assert [cell.position for cell in cells] == list(range(len(cells)))
+        assert [cell.output for cell in cells] == [i >= plan.length - 1 for i in range(len(cells))]
+        if got.end is not None:
+            assert got.reason is FinishReason.LENGTH
+            assert len(got.tokens) == room
+    for batch in crowd.context.batches:
+        assert 0 < len(batch) <= n_batch
+        assert all(len(list(cells)) <= chunk for _, cells in itertools.groupby(batch, key=lambda cell: cell.sequence))
+
+
+# --- what comes out of real contexts ---
+
+
+@pytest.fixture(scope="module")
+def weights():
+    with loaded(tiny_model()) as tiny:
+        yield tiny
+
+
+@pytest.fixture(scope="module", params=["f32", "q8_0"])
+def shaped(request):
+    shape = {} if request.param == "f32" else {"dim": 128, "ff": 256, "layers": 3, "quantised": True}
+    with loaded(tiny_model(**shape)) as tiny:
+        yield tiny
+
+
+@pytest.fixture
+def bits_of(monkeypatch):
+    """Answer a request on an empty session and return the digests of the logits behind each choice."""
+    seen = collections.defaultdict(list)
+
+    class Watched(Context):
+        def logits(self, row):
+            logits = super().logits(row)
+            seen[threading.get_ident()].append(hashlib.sha256(logits.tobytes()).hexdigest())
+            return logits
+
+    monkeypatch.setattr("trioserve.engine.llama.session.Context", Watched)
+
+    def bits(session, request, threads=1):
+        mine = seen[threading.get_ident()]
+        mine.clear()
+        answer(session, request, threads)
+        return list(mine)
+
+    return bits
+
+
+def prompt_of(weights, length, seed=0):
+    rng = np.random.default_rng(seed)
+    return [BOS, *rng.integers(3, weights.vocab_size, length - 1).tolist()]
+
+
+@pytest.fixture
+def long_request(shaped):
+    return asking(prompt_of(shaped, LONG), 12, ignore_eos=True)
+
+
+@pytest.fixture
+def alone(shaped, bits_of, long_request):
+    """The bits of the long request on a fresh session, with one thread."""
+    with opened(shaped, n_ctx=1024) as session:
+        bits = bits_of(session, long_request)
+    assert len(bits) == 12
+    return bits
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_do_not_depend_on_the_number_of_threads(shaped, bits_of, long_request, alone, threads):
+    with opened(shaped, n_ctx=1024) as session:
+        assert bits_of(session, long_request, threads) == alone
+
+
+def test_each_step_uses_the_threads_it_is_told(weights, monkeypatch):
+    used = []
+
+    class Watched(Context):
+        def decode(self, batch, threads):
+            outcome = super().decode(batch, threads)
+            used.append((llama_cpp.llama_n_threads(self.pointer), llama_cpp.llama_n_threads_batch(self.pointer)))
+            return outcome
+
+    monkeypatch.setattr("trioserve.engine.llama.session.Context", Watched)
+    with opened(weights) as session:
+        session.add(asking([BOS, 300], 10, ignore_eos=True))
+        for threads in (2, 1, 1, 3):
+            session.step(threads)
+    assert used == [(2, 2), (1, 1), (1, 1), (3, 3)]
+
+
+@pytest.mark.parametrize(("sizes", "steps"), [({"n_ubatch": 16}, 7), ({"n_batch": 25}, 4), ({}, 1)])
+def test_a_step_evaluates_no_more_of_a_prompt_than_a_micro_batch(weights, sizes, steps):
+    with opened(weights, **sizes) as session:
+        session.add(asking(prompt_of(weights, 100), ignore_eos=True))
+        assert [len(session.step(1)) for _ in range(steps)] == [0] * (steps - 1) + [1]
+
+
+def test_bits_do_not_depend_on_thread_counts_that_change_between_steps(shaped, bits_of, long_request, alone):
+    class Restless:
+        """Steps with other threads each time than it is told."""
+
+        def __init__(self, session):
+            self.add, self.remove = session.add, session.remove
+            self._step, self._threads = session.step, itertools.cycle([2, 1, 3, 1])
+
+        def step(self, threads):
+            return self._step(next(self._threads))
+
+    with opened(shaped, n_ctx=1024, n_ubatch=128) as session:
+        assert bits_of(Restless(session), long_request) == alone
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 512])
+@pytest.mark.parametrize("n_batch", ["as the chunk", 2048])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(shaped, bits_of, long_request, alone, chunk, n_batch):
+    sizes = {"n_ubatch": chunk, "n_batch": chunk if isinstance(n_batch, str) else n_batch}
+    with opened(shaped, n_ctx=1024, **sizes) as session:
+        assert bits_of(session, long_request) == alone
+
+
+def test_bits_do_not_depend_on_what_the_session_answered_before(shaped, bits_of, long_request, alone):
+    with opened(shaped, n_ctx=1024) as session:
+        answer(session, asking(prompt_of(shaped, 333, seed=1), 20))
+        answer(session, asking(prompt_of(shaped, 2, seed=2), 1))
+        assert bits_of(session, long_request) == alone
+
+
+def test_bits_do_not_depend_on_the_session_nor_on_its_size(shaped, bits_of, long_request, alone):
+    with (
+        opened(shaped, n_ctx=1024) as first,
+        opened(shaped, n_ctx=2048) as second,
+        opened(shaped, n_ctx=1024, max_sequences=2) as third,
+    ):
+        assert [bits_of(session, long_request) for session in (third, first, second)] == [alone] * 3
+
+
+def test_bits_do_not_depend_on_sessions_that_work_at_the_same_moment(shaped, bits_of, long_request, alone):
+    together = threading.Barrier(4)
+
+    def work(threads):
+        with opened(shaped, n_ctx=1024, n_ubatch=64) as session:
+            together.wait()
+            return bits_of(session, long_request, threads)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, [1, 1, 2, 2])) == [alone] * 4
+
+
+def test_reset_makes_a_session_as_good_as_new(shaped, bits_of, long_request, alone):
+    with opened(shaped, n_ctx=1024, n_ubatch=64, max_sequences=2) as session:
+        session.add(asking(prompt_of(shaped, 5, seed=1), 100, ignore_eos=True))
+        session.add(asking(prompt_of(shaped, 900, seed=2)))
+        for _ in range(4):  # one sequence answers, the other one is in the middle of its prompt
+            session.step(1)
+        session.reset()
+        assert session.step(1) == []
+        assert bits_of(session, long_request) == alone
+
+
+def test_a_token_that_is_not_in_the_vocabulary_fails_and_the_next_request_is_answered(weights, bits_of):
+    good = asking(prompt_of(weights, 20), 8)
+    with opened(weights) as session, opened(weights) as fresh:
+        got = answer(session, asking([BOS, weights.vocab_size]))
+        assert isinstance(got.end, Failed)
+        assert bits_of(session, good) == bits_of(fresh, good)
+
+
+@pytest.fixture(scope="module")
+def crowd(weights):
+    """Four requests of different lengths, and what each is answered alone."""
+    requests = [asking(prompt_of(weights, n, seed=n), 24, ignore_eos=True) for n in (3, 40, 120, 17)]
+    with opened(weights) as session:
+        return requests, [answer(session, request).tokens for request in requests]
+
+
+def test_each_event_of_a_crowd_carries_the_number_of_its_sequence(weights, crowd):
+    requests, alone = crowd
+    with opened(weights, max_sequences=4) as session:
+        numbers = [session.add(request) for request in requests]
+        assert [got.tokens for got in finish(session, *numbers)] == alone
+
+
+def test_sequences_join_between_steps(weights, crowd):
+    requests, alone = crowd
+    with opened(weights, max_sequences=4, n_ubatch=16) as session:
+        answers = {}
+        for step in itertools.count():
+            if step % 5 == 0 and step < 20:
+                answers[session.add(requests[step // 5])] = Answer()
+            for event in session.step(1):
+                answers[event.sequence].take(event)
+            if step >= 20 and all(got.end for got in answers.values()):
+                break
+        assert [got.tokens for got in answers.values()] == alone
+
+
+def test_a_removed_sequence_leaves_the_others_unchanged(weights, crowd):
+    requests, alone = crowd
+    with opened(weights, max_sequences=4) as session:
+        numbers = [session.add(request) for request in requests]
+        answers = {number: Answer() for number in numbers}
+        removed = {numbers[0]: 3, numbers[2]: 9}  # after so many steps
+        for step in range(24):
+            for event in session.step(1):
+                answers[event.sequence].take(event)
+            for number in [number for number, at in removed.items() if at == step]:
+                session.remove(number)
+        assert [answers[number].tokens for number in (numbers[1], numbers[3])] == [alone[1], alone[3]]
+
+
+def test_a_number_used_again_carries_nothing_over(weights, crowd):
+    requests, alone = crowd
+    with opened(weights, max_sequences=4) as session:
+        for request in [*requests, *reversed(requests)]:
+            assert answer(session, request).tokens == alone[requests.index(request)]
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(255, 1), (254, 2), (200, 56)])
+def test_the_end_of_the_context_ends_an_answer(weights, length, tokens):
+    with opened(weights, n_ctx=256) as session:
+        got = answer(session, asking(prompt_of(weights, length), 1000, ignore_eos=True))
+    assert (len(got.tokens), got.reason) == (tokens, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("length", [256, 257, 2560])
+def test_a_prompt_that_fills_the_context_is_refused(weights, length):
+    with opened(weights, n_ctx=256) as session, pytest.raises(ValueError, match="does not fit into 256"):
+        session.add(asking(prompt_of(weights, length), 1))
+
+
+def test_every_sequence_of_a_crowd_can_fill_its_context(weights):
+    with opened(weights, n_ctx=256, max_sequences=4) as session:
+        numbers = [session.add(asking(prompt_of(weights, 100 + n, n), 1000, ignore_eos=True)) for n in range(4)]
+        assert [len(got.tokens) for got in finish(session, *numbers)] == [156, 155, 154, 153]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 31])
+def test_max_tokens_is_met_exactly(weights, max_tokens):
+    with opened(weights) as session:
+        got = answer(session, asking(prompt_of(weights, 10), max_tokens, ignore_eos=True))
+    assert (len(got.tokens), got.reason) == (max_tokens, FinishReason.LENGTH)
+
+
+@pytest.fixture(scope="module")
+def plain(weights):
+    """A request and its answer when nothing stops it."""
+    request = asking(prompt_of(weights, 10), 40, ignore_eos=True)
+    with opened(weights) as session:
+        return request, answer(session, request)
+
+
+@pytest.fixture(scope="module")
+def ending(plain):
+    """Weights whose end token is one that the plain answer has in its middle, and where."""
+    tokens = plain[1].tokens
+    at = next(i for i in range(5, len(tokens)) if tokens[i] not in tokens[:i])
+    with loaded(tiny_model(eos=tokens[at])) as tiny:
+        yield tiny, at
+
+
+def test_an_end_of_generation_token_ends_with_stop(plain, ending):
+    request, whole = plain
+    weights, at = ending
+    with opened(weights) as session:
+        got = answer(session, SequenceRequest(request.prompt, 40, request.sampling))
+    assert (got.tokens, got.reason) == (whole.tokens[:at], FinishReason.STOP)
+
+
+def test_ignore_eos_goes_on_with_another_token(plain, ending):
+    request, whole = plain
+    weights, at = ending
+    with opened(weights) as session:
+        got = answer(session, request)
+    assert got.tokens[:at] == whole.tokens[:at]
+    assert whole.tokens[at] not in got.tokens
+    assert (len(got.tokens), got.reason) == (40, FinishReason.LENGTH)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_a_stop_string_ends_the_text_wherever_tokens_are_cut(weights, plain, data):
+    request, whole = plain
+    start = data.draw(st.integers(0, len(whole.text) - 1))
+    end = data.draw(st.integers(start + 1, min(len(whole.text), start + 6)))
+    stop = whole.text[start:end]
+    with opened(weights) as session:
+        number = session.add(SequenceRequest(request.prompt, 40, request.sampling, stops=(stop,), ignore_eos=True))
+        got = finish(session, number)[0]
+    assert got.text == whole.text[: whole.text.index(stop)]
+    assert got.reason is FinishReason.STOP
+    assert got.tokens == whole.tokens[: len(got.tokens)]
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(weights, plain):
+    request, whole = plain
+    with opened(weights) as session:
+        got = answer(session, SequenceRequest(request.prompt, 40, request.sampling, ("never met",), ignore_eos=True))
+    assert (got.tokens, got.text) == (whole.tokens, whole.text)
+    assert isinstance(got.end, Finished)

@@ -1,0 +1,488 @@
+"""Request bodies: each field with everything that a client may put there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trioserve.engine.sampling import Sampling
+from trioserve.errors import InvalidRequestError
+from trioserve.http.body import decode_object
+from trioserve.http.completion import _sampling
+from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationFields
+from trioserve.http.schemas.chat import ChatCompletionRequest
+from trioserve.http.schemas.completions import CompletionRequest
+from trioserve.service import TextPrompt, TokenPrompt
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BASE = {ChatCompletionRequest: {"messages": MESSAGES}, CompletionRequest: {"prompt": "hi"}}
+BOTH = pytest.mark.parametrize("schema", BASE, ids=lambda schema: schema.__name__)
+LONES = ["\ud800", "\udfff", "a\udc00b", "\udc00\ud800"]
+NAN, INF = float("nan"), float("inf")
+
+INTEGERS = {  # name: least, most
+    "max_tokens": (1, INT64 - 1),
+    "max_completion_tokens": (1, INT64 - 1),
+    "top_k": (-1, 2**31 - 1),
+    "repeat_last_n": (-1, 2**31 - 1),
+    "seed": (-INT64, INT64 - 1),
+    "busy_timeout_ms": (0, 2**31 - 1),
+}
+NUMBERS = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repeat_penalty": (None, 10),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+}
+BOOLS = ("stream", "ignore_eos", "cache_prompt")
+NOT_INTEGERS = (True, False, "1", "", 1.5, 1.0, NAN, INF, -INF, [], [1], {}, {"a": 1})
+NOT_NUMBERS = (True, False, "1", "", [], [0.5], {}, {"a": 1})
+NOT_BOOLS = (0, 1, 1.0, "true", "", NAN, [], [True], {})
+NOT_TEXTS = (0, 1.5, True, NAN, [], ["a"], {}, {"a": 1})
+NOT_OBJECTS = (0, 1.5, True, "a", NAN, [], [{}])
+CHAT_ONLY = {"max_completion_tokens"}
+FIELDS = set(INTEGERS) | set(NUMBERS) | set(BOOLS) | {"model", "stream_options", "stop"}
+
+
+def parse(schema, **fields):
+    return schema.parse({**BASE[schema], **fields})
+
+
+def refused(schema, body, param, *words):
+    """See that a body is refused for one field, in words that name it."""
+    with pytest.raises(InvalidRequestError) as caught:
+        schema.parse(body)
+    error = caught.value
+    assert (error.status, error.param) == (400, param)
+    assert error.message.startswith(param) or param in error.message
+    for word in words:
+        assert word in error.message
+    assert "Input should" not in error.message
+    error.message.encode()
+    return error.message
+
+
+def cases(table):
+    return [(name, value) for name, values in table.items() for value in values]
+
+
+def schemas_of(name):
+    return [ChatCompletionRequest] if name in CHAT_ONLY else list(BASE)
+
+
+def test_the_tables_here_cover_every_field():
+    assert FIELDS | {"messages"} == set(ChatCompletionRequest.model_fields)
+    assert (FIELDS - CHAT_ONLY) | {"prompt"} == set(CompletionRequest.model_fields)
+    assert set(GenerationFields.model_fields) == FIELDS - CHAT_ONLY
+
+
+@BOTH
+def test_nothing_but_the_required_field_is_required(schema):
+    parsed = parse(schema)
+    assert parsed.model is None
+    assert parsed.stream is None
+    assert parsed.max_tokens is None
+    assert parsed.stops == ()
+
+
+@BOTH
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_null_is_absent(schema, name):
+    assert parse(schema, **{name: None}) == parse(schema)
+
+
+@BOTH
+def test_unknown_fields_are_ignored(schema):
+    unknown = {"user": "u", "store": True, "metadata": {"a": [1]}, "n_probs_typo": NAN, "": 0, "\ud800": "\ud800"}
+    assert parse(schema, **unknown) == parse(schema)
+
+
+@BOTH
+@pytest.mark.parametrize(("schema_field", "missing"), [("messages", {}), ("prompt", {})])
+def test_the_required_field_is_named_when_it_is_missing(schema, schema_field, missing):
+    if schema_field in BASE[schema]:
+        refused(schema, missing, schema_field, "is required")
+
+
+# Types
+
+
+@pytest.mark.parametrize(("name", "value"), cases(dict.fromkeys(INTEGERS, NOT_INTEGERS)))
+def test_integers_are_integers(name, value):
+    for schema in schemas_of(name):
+        refused(schema, {**BASE[schema], name: value}, name, "must be an integer")
+
+
+@pytest.mark.parametrize(("name", "value"), cases(dict.fromkeys(NUMBERS, NOT_NUMBERS)))
+def test_numbers_are_numbers(name, value):
+    for schema in schemas_of(name):
+        refused(schema, {**BASE[schema], name: value}, name, "must be a number")
+
+
+@pytest.mark.parametrize(("name", "value"), cases(dict.fromkeys(NUMBERS, (NAN, INF, -INF))))
+def test_numbers_are_finite(name, value):
+    for schema in schemas_of(name):
+        refused(schema, {**BASE[schema], name: value}, name, "must be a finite number")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_beyond_every_float_is_no_way_around_the_limits(name):
+    """JSON can spell infinity as a number; an integer may have hundreds of digits."""
+    for schema in schemas_of(name):
+        body = json.dumps({**BASE[schema], name: 0})
+        for spelling in ("1e999", "-1e999", "1" + "0" * 400, "-1" + "0" * 400):
+            decoded = decode_object(body.replace(f'"{name}": 0', f'"{name}": {spelling}').encode())
+            refused(schema, decoded, name)
+
+
+@pytest.mark.parametrize(("name", "value"), cases(dict.fromkeys(BOOLS, NOT_BOOLS)))
+def test_switches_are_bools(name, value):
+    for schema in schemas_of(name):
+        refused(schema, {**BASE[schema], name: value}, name, "must be true or false")
+
+
+@BOTH
+@pytest.mark.parametrize("value", NOT_TEXTS)
+def test_the_model_is_a_string(schema, value):
+    refused(schema, {**BASE[schema], "model": value}, "model", "must be a string")
+
+
+@BOTH
+@pytest.mark.parametrize("value", NOT_OBJECTS)
+def test_stream_options_are_an_object(schema, value):
+    refused(schema, {**BASE[schema], "stream_options": value}, "stream_options", "must be an object")
+
+
+@BOTH
+@pytest.mark.parametrize("value", NOT_BOOLS)
+def test_include_usage_is_a_bool(schema, value):
+    body = {**BASE[schema], "stream_options": {"include_usage": value}}
+    refused(schema, body, "stream_options.include_usage", "must be true or false")
+
+
+@BOTH
+@pytest.mark.parametrize("options", [{}, {"include_usage": None}, {"include_usage": True}, {"other": 1}])
+def test_stream_options_may_say_little(schema, options):
+    assert parse(schema, stream_options=options).stream_options.include_usage is options.get("include_usage")
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(("name", "bounds"), (INTEGERS | NUMBERS).items())
+def test_bounds_belong_to_the_range(name, bounds):
+    for schema in schemas_of(name):
+        for bound in bounds:
+            if bound is not None:
+                assert getattr(parse(schema, **{name: bound}), name) == bound
+
+
+@pytest.mark.parametrize(("name", "bounds"), INTEGERS.items())
+@pytest.mark.parametrize("step", [1, 2**64, 10**400])
+def test_integers_beyond_the_bounds_are_refused_with_the_bound(name, bounds, step):
+    least, most = bounds
+    for schema in schemas_of(name):
+        refused(schema, {**BASE[schema], name: least - step}, name, f"must be {least} or more")
+        refused(schema, {**BASE[schema], name: most + step}, name, f"must be less than {most + 1}")
+
+
+@pytest.mark.parametrize(("name", "bounds"), NUMBERS.items())
+@pytest.mark.parametrize("step", [1e-9, 1, 1e300, 2**64])
+def test_numbers_beyond_the_bounds_are_refused_with_the_bound(name, bounds, step):
+    least, most = bounds
+    for schema in schemas_of(name):
+        refused(schema, {**BASE[schema], name: most + step}, name, f"must be {most:.1f} or less")
+        if least is not None:
+            refused(schema, {**BASE[schema], name: least - step}, name, f"must be {least:.1f} or more")
+
+
+@BOTH
+@pytest.mark.parametrize("value", [0, 0.0, -0.0, -1, -1e-9])
+def test_a_repeat_penalty_divides_and_is_not_zero(schema, value):
+    refused(schema, {**BASE[schema], "repeat_penalty": value}, "repeat_penalty", "must be more than 0")
+
+
+@BOTH
+@pytest.mark.parametrize("value", [0, 1e-8, 1e-4, 5e-324, 1, 2])
+def test_tiny_temperatures_are_temperatures(schema, value):
+    assert parse(schema, temperature=value).temperature == value
+
+
+# max_tokens: zero, null and absent are three things
+
+
+@BOTH
+def test_max_tokens_of_zero_is_not_unlimited(schema):
+    refused(schema, {**BASE[schema], "max_tokens": 0}, "max_tokens", "must be 1 or more")
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({}, None),
+        ({"max_tokens": None, "max_completion_tokens": None}, None),
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6}, 6),
+        ({"max_tokens": None, "max_completion_tokens": 6}, 6),
+        ({"max_tokens": 5, "max_completion_tokens": None}, 5),
+        ({"max_tokens": 7, "max_completion_tokens": 7}, 7),
+    ],
+)
+def test_either_name_limits_the_answer(fields, limit):
+    assert parse(ChatCompletionRequest, **fields).limit == limit
+
+
+def test_two_different_limits_contradict_each_other():
+    body = {**BASE[ChatCompletionRequest], "max_tokens": 5, "max_completion_tokens": 6}
+    refused(ChatCompletionRequest, body, "max_completion_tokens", "max_tokens is 5", "max_completion_tokens is 6")
+
+
+# Sampling
+
+
+def test_what_is_not_given_is_the_default_of_sampling():
+    drawn = _sampling(parse(ChatCompletionRequest))
+    assert drawn == Sampling(seed=drawn.seed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "attribute", "meant"),
+    [
+        ("temperature", 0, "temperature", 0),
+        ("top_p", 0, "top_p", 0),
+        ("min_p", 0, "min_p", 0),
+        ("top_k", 0, "top_k", 0),
+        ("top_k", -1, "top_k", 0),
+        ("repeat_last_n", 0, "repeat_last_n", 0),
+        ("repeat_last_n", -1, "repeat_last_n", 2**31 - 1),
+        ("frequency_penalty", -2, "frequency_penalty", -2),
+        ("seed", 0, "seed", 0),
+        ("seed", 42, "seed", 42),
+        ("seed", 2**32 + 42, "seed", 42),
+    ],
+)
+def test_zero_is_a_value_and_minus_one_is_all(field, value, attribute, meant):
+    assert getattr(_sampling(parse(ChatCompletionRequest, **{field: value})), attribute) == meant
+
+
+def test_seeds_repeat_and_no_seed_is_a_fresh_one():
+    def seeds(**fields):
+        return {_sampling(parse(ChatCompletionRequest, **fields)).seed for _ in range(8)}
+
+    assert len(seeds(seed=-2)) == 1
+    assert len(seeds(seed=-1)) > 1
+    assert len(seeds(seed=None)) > 1
+
+
+# Stop strings
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("value", "stops"),
+    [
+        ("a", ("a",)),
+        (["a"], ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([], ()),
+        ("x" * MAX_STOP_CHARACTERS, ("x" * MAX_STOP_CHARACTERS,)),
+        (["a"] * MAX_STOPS, ("a",) * MAX_STOPS),
+        ("\U0001f600", ("\U0001f600",)),
+        (" \n", (" \n",)),
+    ],
+)
+def test_stop_is_one_string_or_several(schema, value, stops):
+    assert parse(schema, stop=value).stops == stops
+
+
+@BOTH
+@pytest.mark.parametrize("value", [0, 1.5, True, NAN, {}, {"a": "b"}])
+def test_stop_of_another_type(schema, value):
+    refused(schema, {**BASE[schema], "stop": value}, "stop", "must be a string or a list of strings")
+
+
+@BOTH
+@pytest.mark.parametrize("item", [None, 0, True, ["a"], {}])
+def test_each_stop_is_a_string(schema, item):
+    refused(schema, {**BASE[schema], "stop": ["a", item]}, "stop[1]", "must be a string")
+
+
+@BOTH
+@pytest.mark.parametrize("value", ["", [""], ["a", ""], "x" * (MAX_STOP_CHARACTERS + 1), ["x" * 5000]])
+def test_stops_have_a_length(schema, value):
+    refused(schema, {**BASE[schema], "stop": value}, "stop", "stop", f"1 to {MAX_STOP_CHARACTERS} characters")
+
+
+@BOTH
+def test_stops_have_a_number(schema):
+    body = {**BASE[schema], "stop": ["a"] * (MAX_STOPS + 1)}
+    refused(schema, body, "stop", f"{MAX_STOPS + 1} strings", f"at most {MAX_STOPS}")
+
+
+# Lone surrogates: JSON can spell them, UTF-8 can't
+
+
+@BOTH
+@pytest.mark.parametrize("text", LONES)
+@pytest.mark.parametrize(
+    ("field", "wrap", "param"),
+    [
+        ("model", lambda text: text, "model"),
+        ("stop", lambda text: text, "stop[0]"),
+        ("stop", lambda text: ["a", text], "stop[1]"),
+    ],
+)
+def test_lone_surrogates_in_common_fields(schema, text, field, wrap, param):
+    refused(schema, {**BASE[schema], field: wrap(text)}, param, "lone surrogate")
+
+
+@pytest.mark.parametrize("text", LONES)
+def test_lone_surrogates_in_prompts_and_roles(text):
+    refused(CompletionRequest, {"prompt": text}, "prompt", "lone surrogate")
+    refused(CompletionRequest, {"prompt": [text]}, "prompt", "lone surrogate")
+    body = {"messages": [*MESSAGES, {"role": text, "content": "a"}]}
+    refused(ChatCompletionRequest, body, "messages[1].role", "lone surrogate")
+    body = {"messages": [{"role": "user", "content": "a", text: "b"}]}
+    refused(ChatCompletionRequest, body, "messages[0]", "lone surrogate")
+
+
+@BOTH
+def test_pairs_of_surrogates_are_characters(schema):
+    """As JSON spells characters beyond the first plane."""
+    decoded = decode_object(rb'{"stop": "\ud83d\ude00"}')
+    assert parse(schema, **decoded).stops == ("\U0001f600",)
+
+
+# Fields that can't be honoured
+
+
+UNSUPPORTED = {
+    "n": ([1], [0, 2, True, "1", [1]]),
+    "best_of": ([1], [2, True]),
+    "logit_bias": ([{}, []], [{"5": 1}, [[5, 1]]]),
+    "grammar": ([""], ["root ::= 'a'"]),
+    "json_schema": ([{}], [{"type": "object"}]),
+    "response_format": ([{"type": "text"}], [{"type": "json_object"}, {"type": "json_schema"}, {}, "text"]),
+    "mirostat": ([0], [1, False]),
+    "typical_p": ([1, 1.0], [0.5]),
+    "top_n_sigma": ([-1, 0], [1]),
+    "xtc_probability": ([0, 0.0], [0.1]),
+    "dry_multiplier": ([0, 0.0], [0.8]),
+    "lora": ([[]], [[{"id": 0, "scale": 1}]]),
+}
+UNSUPPORTED_CHAT = {
+    "logprobs": ([False], [True, 1, 0]),
+    "top_logprobs": ([0], [1]),
+    "tools": ([[]], [[{"type": "function"}]]),
+    "tool_choice": (["none", "auto"], ["required", {"type": "function"}]),
+    "functions": ([[]], [[{"name": "f"}]]),
+    "function_call": (["none", "auto"], [{"name": "f"}]),
+    "audio": ([], [{"voice": "a"}, {}]),
+    "modalities": ([["text"]], [["text", "audio"], []]),
+    "web_search_options": ([], [{}]),
+    "reasoning_effort": (["none"], ["low", "high"]),
+}
+UNSUPPORTED_COMPLETION = {
+    "logprobs": ([], [0, 1, 5, True]),
+    "echo": ([False], [True, 0]),
+    "suffix": ([""], ["the end"]),
+}
+
+
+def unsupported(schema):
+    return UNSUPPORTED | (UNSUPPORTED_CHAT if schema is ChatCompletionRequest else UNSUPPORTED_COMPLETION)
+
+
+@BOTH
+def test_the_table_of_unsupported_fields_is_whole(schema):
+    assert set(unsupported(schema)) == set(schema.neutral)
+
+
+@BOTH
+def test_neutral_values_ask_for_nothing(schema):
+    for name, (neutral, _) in unsupported(schema).items():
+        for value in [None, *neutral]:
+            assert parse(schema, **{name: value}) == parse(schema)
+
+
+@BOTH
+def test_unsupported_fields_are_refused_and_not_ignored(schema):
+    for name, (_, asking) in unsupported(schema).items():
+        for value in asking:
+            refused(schema, {**BASE[schema], name: value}, name, "not supported")
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("value", "prompt"),
+    [
+        ("a", TextPrompt("a")),
+        ("", TextPrompt("")),
+        (["a"], TextPrompt("a")),
+        ([""], TextPrompt("")),
+        ([1, 2], TokenPrompt([1, 2])),
+        ([0], TokenPrompt([0])),
+        ([[1, 2]], TokenPrompt([1, 2])),
+        ([-1], TokenPrompt([-1])),  # the model knows its tokens; here they are integers
+        ([2**70], TokenPrompt([2**70])),
+    ],
+)
+def test_a_prompt_in_all_its_forms(value, prompt):
+    assert parse(CompletionRequest, prompt=value).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 0, 1.5, True, {}, {"a": 1}, [], [[]], [None], [True], [1.0], [NAN], [1, "a"], [[True]], [["a"]], [[["a"]]]],
+)
+def test_what_is_no_prompt(value):
+    refused(CompletionRequest, {"prompt": value}, "prompt", "must be a string or a non-empty list of token ids")
+
+
+@pytest.mark.parametrize("value", [["a", "b"], [[1], [2]], [[], []], [[1], "a"], ["a"] * 3])
+def test_several_prompts_are_counted(value):
+    refused(CompletionRequest, {"prompt": value}, "prompt", f"holds {len(value)} prompts", "takes one")
+
+
+# Messages
+
+
+@pytest.mark.parametrize("value", [None, 0, True, "hi", {}, {"role": "user"}])
+def test_messages_are_a_list(value):
+    refused(ChatCompletionRequest, {"messages": value}, "messages", "must be a list")
+
+
+def test_there_is_at_least_one_message():
+    refused(ChatCompletionRequest, {"messages": []}, "messages", "1 or more items")
+
+
+@pytest.mark.parametrize("value", [None, 0, True, "hi", []])
+def test_each_message_is_an_object(value):
+    refused(ChatCompletionRequest, {"messages": [*MESSAGES, value]}, "messages[1]", "must be an object")
+
+
+def test_each_message_has_a_role():
+    refused(ChatCompletionRequest, {"messages": [{"content": "a"}]}, "messages[0].role", "is required")
+    for value in (None, 0, True, [], {}):
+        body = {"messages": [{"role": value, "content": "a"}]}
+        refused(ChatCompletionRequest, body, "messages[0].role", "must be a string")
+    body = {"messages": [{"role": "", "content": "a"}]}
+    refused(ChatCompletionRequest, body, "messages[0].role", "1 or more characters")
+
+
+@pytest.mark.parametrize("value", [0, 1.5, True, NAN, {}, {"type": "text", "text": "a"}, ["a"], [None], [[]]])
+def test_content_is_text_or_parts(value):
+    body = {"messages": [{"role": "user", "content": value}]}
+    refused(ChatCompletionRequest, body, "messages[0].content", "must be a string or a list of parts")
+
+
+@pytest.mark.parametrize("value", [None, "", "a", [], [{"type": "text", "text": "a"}]])
+def test_content_of_every_form_comes_through(value):
+    message = {"role": "user", "content": value, "name": "Ann", "extra": {"deep": [1]}}
+    parsed = ChatCompletionRequest.parse({"messages": [message]})
+    assert parsed.messages[0].model_dump(exclude_unset=True) == message

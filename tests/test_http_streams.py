@@ -1,0 +1,320 @@
+"""Streams under stress: long silences, failures in the middle, readers that are slow or never read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import socket
+
+import pytest
+import trio
+from http_harness import (
+    CHAT,
+    COMPLETIONS,
+    SAFETY,
+    H2Client,
+    assert_error,
+    assert_error_object,
+    chat,
+    completion,
+    expected,
+    running,
+    sse_events,
+    until,
+)
+from test_http_disconnect import scope_of
+
+from trioserve.errors import EngineError
+from trioserve.http.sse import DONE, PING, EventStream, frame
+from trioserve.runtime.job import BUFFERED_EVENTS
+from trioserve.service import Generation
+from trioserve.testing import FakeEngine
+
+BOTH = pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (COMPLETIONS, completion)], ids=["chat", "completions"])
+HUGE = 50_000  # tokens of an answer that no buffer holds
+
+
+# Silence
+
+
+@BOTH
+async def test_a_long_prefill_is_bridged_by_comments(path, body):
+    engine = FakeEngine()
+    engine.step_gate.shut()
+    async with running(engine, sse_ping_interval_ms=50) as server, await server.connect() as client:
+        await client.send(path, body(stream=True))
+        assert (await client.head()).status == 200
+        received = b""
+        while received.count(PING) < 3:
+            received += bytes((await client.event()).data)
+        engine.step_gate.open()
+        received += await client.rest()
+        events = sse_events(received, comments=True)
+        comments = [event for event in events if event.startswith(":")]
+        assert comments[:3] == [": keep-alive"] * 3
+        assert [event for event in events if event not in comments][-1] == "[DONE]"
+        if path == CHAT:
+            assert json.loads(events[0])["choices"][0]["delta"]["role"] == "assistant"
+
+
+async def test_comments_between_tokens_lose_none_of_them():
+    engine = FakeEngine()
+    engine.step_gate.shut()
+    async with running(engine, sse_ping_interval_ms=1) as server, await server.connect() as client:
+        await client.send(COMPLETIONS, completion(stream=True, max_tokens=30))
+        await client.head()
+        received = b""
+        for number in range(30):
+            pings = received.count(PING)
+            while received.count(PING) == pings:
+                received += bytes((await client.event()).data)
+            engine.step_gate.let()
+            await engine.step_gate.arrived(number + 1)
+        received += await client.rest()
+        *chunks, done = sse_events(received)
+        assert done == "[DONE]"
+        assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == expected(tokens=30)
+
+
+class Slow:
+    """A source with a pause before each of its frames."""
+
+    def __init__(self, *steps):
+        self.steps = list(steps)
+
+    async def next_frames(self):
+        if not self.steps:
+            return b""
+        await trio.sleep(self.steps[0][0])
+        step = self.steps.pop(0)[1]
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+async def collected(stream):
+    async with stream as body:
+        return [part async for part in body]
+
+
+async def test_comments_come_at_the_interval_and_not_beside_frames(autojump_clock):
+    class Source(Slow):
+        """As a generation, it goes on waiting where it was interrupted."""
+
+        async def next_frames(self):
+            if self.steps and not self.steps[0][0]:
+                return self.steps.pop(0)[1]
+            return await super().next_frames()
+
+    start = trio.current_time()
+    stream = EventStream(Source((0, b"a"), (40, b"b")), 15)
+    assert await stream.__anext__() == b"a"
+    assert [await stream.__anext__() for _ in range(2)] == [PING, PING]
+    assert trio.current_time() - start == pytest.approx(30)
+
+
+async def test_without_an_interval_there_are_no_comments(autojump_clock):
+    assert await collected(EventStream(Slow((0, b"a"), (10_000, b"b")), math.inf)) == [b"a", b"b", DONE]
+
+
+async def test_an_error_is_the_last_thing_that_a_stream_tells():
+    parts = await collected(EventStream(Slow((0, b"a"), (0, EngineError("broken")), (0, b"never")), math.inf))
+    assert parts[0] == b"a"
+    assert json.loads(parts[1].removeprefix(b"data: "))["error"]["message"] == "broken"
+    assert len(parts) == 2
+
+
+def test_a_frame_is_one_line_of_data_and_a_blank_one():
+    assert frame(b"{}") == b"data: {}\n\n"
+
+
+# Failures
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["failing_step", "raising_step"])
+async def test_a_failure_in_the_middle_is_one_error_event_and_the_end(path, body, how):
+    engine = FakeEngine()
+    setattr(engine, how, 6)
+    async with running(engine) as server:
+        reply = await server.call(path, body(stream=True, stream_options={"include_usage": True}))
+        assert reply.status == 200
+        *chunks, last = map(json.loads, reply.events)
+        assert_error_object(last["error"], "internal_error")
+        assert list(last) == ["error"]
+        assert not any("error" in chunk for chunk in chunks)
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+        assert len(chunks) == 5 + (path == CHAT)
+        await server.free()
+        assert server.service.tally().failed == 1
+        assert (await server.call(path, body(stream=True))).chunks
+
+
+async def test_a_failure_hits_one_stream_only():
+    engine = FakeEngine()
+    engine.failing_step = 6  # of a session: the other one is given shorter answers
+    engine.step_gate.shut()
+    async with (
+        running(engine, models=[{"slots": 2}]) as server,
+        await server.connect() as failing,
+        await server.connect() as other,
+    ):
+        await failing.send(COMPLETIONS, completion(stream=True))
+        await other.send(COMPLETIONS, completion(stream=True, max_tokens=5))
+        await engine.step_gate.arrived(2)
+        engine.step_gate.open()
+        assert (await other.reply()).text == expected(tokens=5)
+        assert "error" in json.loads((await failing.reply()).events[-1])
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_fault_of_ours_is_told_without_its_details_and_logged(path, body, stream, monkeypatch, caplog):
+    original = Generation.next_parts
+    calls = []
+
+    async def faulty(self):
+        calls.append(1)
+        if len(calls) == 2:
+            raise LookupError("secret")
+        return await original(self)
+
+    engine = FakeEngine()
+    engine.step_gate.shut()
+    engine.step_gate.let(1)
+    async with running(engine) as server:
+        monkeypatch.setattr(Generation, "next_parts", faulty)
+        reply = await server.call(path, body(stream=stream), headers=[("x-request-id", "mine")])
+        if stream:
+            error = json.loads(reply.events[-1])["error"]
+            assert "[DONE]" not in reply.events
+            assert_error_object(error, "internal_error")
+        else:
+            error = assert_error(reply, 500, "internal_error")
+        assert b"secret" not in reply.body
+        (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert record.fields["request_id"] == "mine"
+        assert "secret" in str(record.exc_info[1].args) or "secret" in repr(record.exc_info[1])
+        await server.free()
+        engine.step_gate.open()
+        assert (await server.call(path, body())).status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind"),
+    [
+        ({"prompt": "x" * 5000}, 400, "invalid_request_error"),
+        ({"prompt": [999]}, 400, "invalid_request_error"),
+        ({"prompt": ""}, 400, "invalid_request_error"),
+        ({"model": "no"}, 404, "model_not_found"),
+        ({"temperature": 3}, 400, "invalid_request_error"),
+    ],
+)
+@pytest.mark.parametrize("lazy", [False, True])
+async def test_an_error_before_the_stream_is_a_plain_response(fields, status, kind, lazy):
+    async with running(models=[{"lazy": lazy}]) as server:
+        assert_error(await server.call(COMPLETIONS, completion(stream=True, **fields)), status, kind)
+
+
+async def test_busy_is_told_before_the_stream_and_not_in_it():
+    engine = FakeEngine()
+    engine.step_gate.shut()
+    async with running(engine) as server, await server.connect() as busy:
+        await busy.send(COMPLETIONS, completion(stream=True))
+        await busy.head()
+        reply = await server.call(COMPLETIONS, completion(stream=True, busy_timeout_ms=50))
+        assert_error(reply, 503, "server_busy")
+        engine.step_gate.open()
+        assert (await busy.rest()).endswith(DONE)
+
+
+# Readers
+
+
+async def test_pieces_that_piled_up_come_in_order_each_in_its_own_chunk():
+    """The transport holds the first message back until the slot has paused for its reader."""
+    tokens = 3 * BUFFERED_EVENTS
+    engine = FakeEngine()
+    messages = []
+
+    async with running(engine) as server:
+        incoming = [json.dumps(completion(stream=True, max_tokens=tokens)).encode()]
+
+        async def receive():
+            if incoming:
+                return {"type": "http.request", "body": incoming.pop(), "more_body": False}
+            return await trio.sleep_forever()
+
+        async def send(message):
+            if message["type"] == "http.response.body" and not messages:
+                await engine.step_gate.arrived(BUFFERED_EVENTS)
+            if message.get("body"):
+                messages.append(message["body"])
+
+        with trio.fail_after(SAFETY):
+            await server.app(scope_of(), receive, send)
+    assert len(messages) < tokens / 2
+    *chunks, done = sse_events(b"".join(messages))
+    assert done == "[DONE]"
+    assert len(chunks) == tokens + 1
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == expected(tokens=tokens)
+
+
+def small_buffers(sock):
+    """Connections inherit this from the listening socket."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_never_reads_holds_its_slot_no_longer_than_the_send_timeout(stream):
+    models = [{"n_ctx": 1_000_000, "slots": 2}]
+    async with (
+        running(models=models, send_timeout_ms=200, prepare=small_buffers) as server,
+        await server.connect(SO_RCVBUF=4096) as client,
+    ):
+        slots = server.service.registry.find(None).pool.slots
+        await client.send(COMPLETIONS, completion("never", stream=stream, max_tokens=HUGE if stream else HUGE // 2))
+        await until(lambda: server.status().active_slots == 1)
+        for _ in range(5):
+            assert (await server.call(COMPLETIONS, completion(stream=True))).text == expected()
+        await server.free()
+        await until(lambda: server.calls == 0)
+        if stream:
+            assert server.service.tally().cancelled == 1
+            # What was computed is what fits into the buffers between slot and socket, not the whole answer.
+            steps = sum(len(slot.session.threads) for slot in slots)
+            assert steps < HUGE / 5
+        assert server.service.tally().finished == 5 + (not stream)
+        assert (await server.call(COMPLETIONS, completion())).text == expected()
+
+
+async def test_a_slow_reader_pauses_its_own_slot_and_gets_everything():
+    tokens = 5000
+    async with (
+        running(models=[{"n_ctx": 1_000_000}], prepare=small_buffers) as server,
+        await server.connect(SO_RCVBUF=4096) as client,
+    ):
+        session = server.service.registry.find(None).pool.slots[0].session
+        await client.send(COMPLETIONS, completion(stream=True, max_tokens=tokens))
+        await client.head()
+        steps = -1
+        while steps != len(session.threads):  # until the slot rests
+            steps = len(session.threads)
+            await trio.sleep(0.05)
+        assert steps < tokens / 2
+        *chunks, done = sse_events(await client.rest())
+        assert done == "[DONE]"
+        assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == expected(tokens=tokens)
+
+
+async def test_a_stream_of_http_2_whose_window_is_never_opened_frees_its_slot():
+    """Hypercorn's HTTP/2 takes the whole answer in, so it is the end of the answer that can't be sent."""
+    models = [{"n_ctx": 1_000_000, "slots": 2}]
+    async with running(models=models, send_timeout_ms=200) as server, await H2Client.open(server.port) as client:
+        await client.send(COMPLETIONS, completion("never", stream=True, max_tokens=HUGE // 10))
+        await until(lambda: server.status().active_slots == 1)
+        assert (await server.call(COMPLETIONS, completion(stream=True))).text == expected()
+        await server.free()
+        await until(lambda: server.calls == 0)
+        assert (await server.call(COMPLETIONS, completion())).text == expected()
