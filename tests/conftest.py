@@ -12,7 +12,8 @@ import trio
 
 from trioserve.config import Config, ModelConfig
 from trioserve.runtime.cores import Cores
-from trioserve.runtime.model import Model
+from trioserve.runtime.model import House, Model
+from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.service import open_service
 from trioserve.testing import FakeEngine
@@ -79,13 +80,15 @@ def cache(engine):
 
 
 @pytest.fixture
-def model_for(model_file, cache, cores):
+def model_for(model_file, engine, cache, cores):
     """Open a model, unloaded, in a nursery of its own; leaving the block cancels it."""
 
     @contextlib.asynccontextmanager
     async def open_model(*, max_queued=512, **settings):
         settings.setdefault("path", model_file)
-        model = Model(ModelConfig(**settings), cache, cores, max_queued=max_queued)
+        nobody_else = Residency(0, 0, lambda: [])
+        house = House(engine, cache, cores, nobody_else, max_queued=max_queued)
+        model = Model(ModelConfig(**settings), house)
         with trio.fail_after(SAFETY_SECONDS):
             async with trio.open_nursery() as nursery:
                 await nursery.start(model.run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class ModelStatus:
         queued_requests: waiting for a slot.
         max_parallel_slots: what the loaded model can have; None while it is unloaded.
         n_ctx: tokens of context of each slot; None while it is unloaded.
-        leased: seconds for which each leased slot has been.
+        leased: the time since which each leased slot has been, in seconds on Trio's clock.
     """
 
     id: str
@@ -50,7 +51,7 @@ class ModelStatus:
     queued_requests: int
     max_parallel_slots: int | None
     n_ctx: int | None
-    leased: dict[int, float]
+    leased: Mapping[int, float]
 
     @property
     def loaded(self) -> bool:
@@ -247,7 +248,7 @@ class Model:
 
     def status(self) -> ModelStatus:
         """Return one consistent moment."""
-        statistics, pool, now = self._gate.statistics(), self._loader.pool, trio.current_time()
+        statistics, pool = self._gate.statistics(), self._loader.pool
         return ModelStatus(
             id=self.id,
             created=self.created,
@@ -257,7 +258,7 @@ class Model:
             queued_requests=statistics.queued,
             max_parallel_slots=pool.weights.max_sessions if pool else None,
             n_ctx=pool.n_ctx if pool else None,
-            leased={slot: now - since for slot, since in self._gate.leases().items()},
+            leased=self._gate.leases(),
         )
 
     def resident(self) -> Resident | None:

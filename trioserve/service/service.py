@@ -77,7 +77,7 @@ class Service:
 
     def slots(self) -> Sequence[SlotStatus]:
         """Return one consistent moment of all slots. Never waits."""
-        return slot_statuses(self.models(), self._ledger.under_way())
+        return slot_statuses(self.models(), self._ledger.under_way(), trio.current_time())
 
     def tally(self) -> Tally:
         """Return the counts of requests since the start."""

@@ -33,30 +33,31 @@ class SlotStatus:
     completion_tokens: int | None = None
 
 
-def slot_statuses(models: Iterable[ModelStatus], records: Iterable[Record]) -> Sequence[SlotStatus]:
+def slot_statuses(models: Iterable[ModelStatus], records: Iterable[Record], now: float) -> Sequence[SlotStatus]:
     """Lay the requests under way over the slots that are leased.
 
     Arguments:
         models: of one moment.
         records: of the same moment.
+        now: that moment, in seconds on Trio's clock.
     """
     holders = {(record.model, record.slot): record for record in records if record.slot is not None}
-    return [_slot(model, slot, holders.get((model.id, slot))) for model in models for slot in range(model.slots)]
+    return [_slot(model, slot, holders.get((model.id, slot)), now) for model in models for slot in range(model.slots)]
 
 
-def _slot(model: ModelStatus, slot: int, holder: Record | None) -> SlotStatus:
-    age = model.leased.get(slot)
-    if age is None:
+def _slot(model: ModelStatus, slot: int, holder: Record | None, now: float) -> SlotStatus:
+    since = model.leased.get(slot)
+    if since is None:
         return SlotStatus(model.id, slot, "idle")
     if holder is None:
-        return SlotStatus(model.id, slot, "clearing", age=age)
+        return SlotStatus(model.id, slot, "clearing", age=now - since)
     return SlotStatus(
         model=model.id,
         slot=slot,
         state="busy",
         request_id=holder.request_id,
         phase=holder.phase.value,
-        age=age,
+        age=now - since,
         prompt_tokens=holder.prompt_tokens,
         completion_tokens=holder.completion_tokens,
     )
