@@ -80,15 +80,23 @@ def cache(engine):
 
 
 @pytest.fixture
-def model_for(model_file, engine, cache, cores):
+def house_for(engine, cache, cores):
+    """What models share. Nobody limits how many of them are loaded, unless told otherwise."""
+
+    def build(*, residency=None, max_queued=512, **more):
+        return House(engine, cache, cores, residency or Residency(0, 0, lambda: []), max_queued=max_queued, **more)
+
+    return build
+
+
+@pytest.fixture
+def model_for(model_file, house_for):
     """Open a model, unloaded, in a nursery of its own; leaving the block cancels it."""
 
     @contextlib.asynccontextmanager
     async def open_model(*, max_queued=512, **settings):
         settings.setdefault("path", model_file)
-        nobody_else = Residency(0, 0, lambda: [])
-        house = House(engine, cache, cores, nobody_else, max_queued=max_queued)
-        model = Model(ModelConfig(**settings), house)
+        model = Model(ModelConfig(**settings), house_for(max_queued=max_queued))
         with trio.fail_after(SAFETY_SECONDS):
             async with trio.open_nursery() as nursery:
                 await nursery.start(model.run)

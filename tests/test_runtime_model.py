@@ -9,7 +9,6 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.config import ModelConfig
 from trioserve.engine.base import Finished, SequenceRequest
 from trioserve.errors import InvalidModelError, ModelLoadError, ServerBusyError
-from trioserve.runtime.cores import Cores
 from trioserve.runtime.model import Model
 from trioserve.runtime.pool import DEFAULT_N_CTX, session_options
 from trioserve.scheduling.lifecycle import ModelState
@@ -187,9 +186,9 @@ async def test_more_slots_than_the_model_can_have_are_refused_and_nothing_is_lef
         assert engine.closed == ["tiny"]
 
 
-async def test_loads_are_reported_as_they_go(model_file, cache):
+async def test_loads_are_reported_as_they_go(model_file, house_for):
     told = []
-    model = Model(ModelConfig(path=model_file), cache, Cores(1), max_queued=1, progress=lambda *args: told.append(args))
+    model = Model(ModelConfig(path=model_file), house_for(progress=lambda *args: told.append(args)))
     async with trio.open_nursery() as nursery:
         await nursery.start(model.run)
         await answer(model)
@@ -417,9 +416,9 @@ async def test_many_tiny_requests_and_unloads_lose_no_slot(model_for, eventually
 # -- the end of everything
 
 
-async def test_a_load_cut_off_by_the_end_of_its_model_leaves_nobody_waiting(model_file, cache, engine):
+async def test_a_load_cut_off_by_the_end_of_its_model_leaves_nobody_waiting(model_file, house_for, engine):
     """A caller outside of the model's own nursery, shielded as a shutdown is."""
-    model = Model(ModelConfig(path=model_file), cache, Cores(1), max_queued=1)
+    model = Model(ModelConfig(path=model_file), house_for())
     engine.load_gate.shut()
     async with trio.open_nursery() as outer, trio.open_nursery() as nursery:
         await nursery.start(model.run)
@@ -449,13 +448,14 @@ async def test_a_closing_model_gives_up_its_load(model_for, engine):
 
 
 @pytest.fixture
-def pair_for(model_file, cache, engine):
+def pair_for(model_file, house_for):
     """Two models of the same file."""
 
     @contextlib.asynccontextmanager
     async def open_pair(**second):
-        first = Model(ModelConfig(id="first", path=model_file), cache, Cores(2), max_queued=9)
-        other = Model(ModelConfig(id="other", path=model_file, **second), cache, Cores(2), max_queued=9)
+        house = house_for()
+        first = Model(ModelConfig(id="first", path=model_file), house)
+        other = Model(ModelConfig(id="other", path=model_file, **second), house)
         async with trio.open_nursery() as nursery:
             await nursery.start(first.run)
             await nursery.start(other.run)
@@ -511,11 +511,10 @@ async def test_a_neighbour_that_fails_after_a_shared_load_does_not_take_the_weig
     assert engine.closed == ["tiny[0]", "tiny"]
 
 
-async def test_models_do_not_wait_for_each_other(cache, make_model_file, engine):
+async def test_models_do_not_wait_for_each_other(house_for, make_model_file, engine):
     engine.step_gate.shut()
-    busy, free = (
-        Model(ModelConfig(path=make_model_file(name)), cache, Cores(2), max_queued=9) for name in ("a.gguf", "b.gguf")
-    )
+    house = house_for()
+    busy, free = (Model(ModelConfig(path=make_model_file(name)), house) for name in ("a.gguf", "b.gguf"))
     async with trio.open_nursery() as nursery:
         await nursery.start(busy.run)
         await nursery.start(free.run)

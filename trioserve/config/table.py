@@ -23,6 +23,7 @@ MAX_TEMPLATE_BYTES = 2**20
 DEFAULT_UBATCH = 512
 QUANTISED_KV_DTYPES = frozenset({"q8_0", "q4_0"})
 TEXT_OR_FILE = "text or @file"
+PATHS = "list of paths"
 
 
 def _checked_path(value: object) -> object:
@@ -217,12 +218,12 @@ class Config(BaseModel):
         default=False,
         description="Serve the routes that load, reconfigure and unload models; otherwise they answer 403.",
     )
-    model_roots: tuple[Path, ...] = Field(
+    model_roots: tuple[FilePath, ...] = Field(
         default=(),
         strict=False,
-        description="Folders from which a load request may name files. Without any, it may only name files that the "
-        "configuration names.",
-        json_schema_extra={"default_text": "none"},
+        description="Folders from which a load request may name files. Without any, it may only name files that "
+        "registered models have already.",
+        json_schema_extra={"default_text": "none", "kind": PATHS},
     )
     max_loaded_models: Count = Field(
         default=0,
