@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-__all__ = ["SettingInfo", "describe", "settings", "settings_by_flag"]
+__all__ = ["Scope", "SettingInfo", "describe", "settings", "settings_by_flag"]
 
 Scope = Literal["server", "model"]
 _KINDS = {"integer": "integer", "boolean": "boolean", "array": "list"}
