@@ -84,7 +84,7 @@ def house_for(engine, cache, cores):
     """What models share. Nobody limits how many of them are loaded, unless told otherwise."""
 
     def build(*, residency=None, max_queued=512, **more):
-        return House(engine, cache, cores, residency or Residency(0, 0, lambda: []), max_queued=max_queued, **more)
+        return House(engine, cache, cores, residency or Residency(0, 0, list), max_queued=max_queued, **more)
 
     return build
 

@@ -235,6 +235,34 @@ async def test_sessions_close_clones_first_and_weights_last(model_for, engine):
         assert model.status().state is ModelState.UNLOADED
 
 
+@pytest.mark.parametrize("failing", range(3))
+async def test_a_session_that_cannot_be_freed_keeps_nothing_else(model_for, engine, monkeypatch, caplog, failing):
+    def refuse():
+        raise RuntimeError("it will not go")
+
+    async with model_for(slots=3) as model:
+        await answer(model)
+        monkeypatch.setattr(model.pool.slots[failing].session, "close", refuse)
+        await model.unload()
+        kept = f"tiny[{failing}]"
+        assert engine.closed == [name for name in ("tiny[2]", "tiny[1]", "tiny[0]", "tiny") if name != kept]
+        assert model.status().state is ModelState.UNLOADED
+        assert "could not be freed" in caplog.text
+        assert await answer(model) == fake_answer(b"prompt", 5)
+
+
+async def test_a_teardown_waits_for_no_other_thread_of_the_process(model_for, engine):
+    async with model_for(slots=2) as model:
+        await answer(model)
+        default = trio.to_thread.current_default_thread_limiter()
+        for holder in range(default.total_tokens):
+            default.acquire_on_behalf_of_nowait(holder)
+        await model.unload()
+        assert engine.closed == ["tiny[1]", "tiny[0]", "tiny"]
+        for holder in range(default.total_tokens):
+            default.release_on_behalf_of(holder)
+
+
 async def test_a_model_whose_task_is_cancelled_closes_in_the_same_order(model_for, engine):
     async with model_for(slots=3) as model:
         await answer(model)
@@ -496,7 +524,9 @@ async def test_other_load_options_are_other_weights(pair_for, engine):
         assert engine.loads == 2
 
 
-async def test_a_neighbour_that_fails_after_a_shared_load_does_not_take_the_weights_away(pair_for, engine):
+async def test_a_neighbour_that_fails_after_a_shared_load_does_not_take_the_weights_away(
+    pair_for, engine, cache, eventually
+):
     engine.max_sessions = 1
     engine.load_gate.shut()
     async with pair_for(slots=2) as (first, other), trio.open_nursery() as nursery:
@@ -504,7 +534,7 @@ async def test_a_neighbour_that_fails_after_a_shared_load_does_not_take_the_weig
         await engine.load_gate.arrived()
         await wait_all_tasks_blocked()
         (asker,) = ask(nursery, first)
-        await wait_all_tasks_blocked()
+        await eventually(lambda: [entry.users for entry in cache._entries.values()] == [2])
         engine.load_gate.open()
     assert isinstance(too_many.error, InvalidModelError)
     assert asker.text == fake_answer(b"prompt", 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from trioserve.errors import InvalidModelError, ModelLoadError
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.slot import Slot
 from trioserve.runtime.weights_cache import WeightsCache
+
+logger = logging.getLogger("trioserve.model")
 
 DEFAULT_N_CTX = 4096
 
@@ -100,18 +103,19 @@ async def open_sessions(
         ModelLoadError: weights or a session could not be made.
     """
     weights = await cache.acquire(config.path, load_options(config), progress)
+    maker = _Maker(weights)
     sessions: list[Session] = []
     try:
         check_capacity(config, weights)
         options = session_options(config, weights.n_ctx_train)
         for index in range(config.slots):
-            session = await _open_session(weights, options, index)
+            session = await maker.open(options, index)
             sessions.append(session)
         yield weights, sessions, options.n_ctx
     finally:
         with trio.CancelScope(shield=True):
             for session in reversed(sessions):
-                await trio.to_thread.run_sync(session.close)
+                await maker.close(session)
             await cache.release(weights)
 
 
@@ -138,22 +142,39 @@ async def tried_out(config: ModelConfig, cache: WeightsCache) -> AsyncIterator[N
         ModelLoadError: weights or a session could not be made.
     """
     weights = await cache.acquire(config.path, load_options(config))
+    maker = _Maker(weights)
     try:
         check_capacity(config, weights)
         with trio.CancelScope(shield=True):
-            session = await _open_session(weights, session_options(config, weights.n_ctx_train), 0)
-            await trio.to_thread.run_sync(session.close)
+            await maker.close(await maker.open(session_options(config, weights.n_ctx_train), 0))
         yield
     finally:
         with trio.CancelScope(shield=True):
             await cache.release(weights)
 
 
-async def _open_session(weights: Weights, options: SessionOptions, index: int) -> Session:
-    try:
-        return await trio.to_thread.run_sync(weights.open_session, options)
-    except LoadFailure as error:
-        raise ModelLoadError(f"slot {index} of {weights.name} could not be made: {error}") from None
+class _Maker:
+    """Makes and frees the sessions of one pool, one after another.
+
+    It has a thread of its own: neither another model's load nor anything else in the process can keep it waiting.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def open(self, options: SessionOptions, index: int) -> Session:
+        try:
+            return await trio.to_thread.run_sync(self._weights.open_session, options, limiter=self._limiter)
+        except LoadFailure as error:
+            raise ModelLoadError(f"slot {index} of {self._weights.name} could not be made: {error}") from None
+
+    async def close(self, session: Session) -> None:
+        try:
+            await trio.to_thread.run_sync(session.close, limiter=self._limiter)
+        except Exception:
+            # The other sessions and the weights have to be freed all the same.
+            logger.exception("a session of %s could not be freed", self._weights.name)
 
 
 async def serve_pool(
