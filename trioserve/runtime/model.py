@@ -13,6 +13,7 @@ import trio
 
 from trioserve.config import ModelConfig
 from trioserve.engine.base import Engine
+from trioserve.errors import InvalidModelError
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.gate import Gate
 from trioserve.runtime.lease import Lease
@@ -286,15 +287,24 @@ class Model:
     async def _commit(self, config: ModelConfig) -> None:
         """Replace what is loaded, with the whole model held."""
         if self._loader.pool is None:
-            await inspect(self._house.engine, config)
-            self._adopt(config)
-            await self._load(ModelEvent.LOAD_STARTED)
+            await self._load_with(config)
         elif config != self.config:
             self._loader.advance(ModelEvent.RECONFIGURE_STARTED)
             await self._loader.retire()
             # The point of no return: the old pool is gone.
             self._adopt(config)
             await self._load(ModelEvent.RECONFIGURE_COMMITTED)
+
+    async def _load_with(self, config: ModelConfig) -> None:
+        """Load an unloaded model with a configuration; one that is refused leaves the old one."""
+        await inspect(self._house.engine, config)
+        before = self.config
+        self._adopt(config)
+        try:
+            await self._load(ModelEvent.LOAD_STARTED)
+        except InvalidModelError:
+            self._adopt(before)
+            raise
 
     def _adopt(self, config: ModelConfig) -> None:
         self.config = config

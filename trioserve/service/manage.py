@@ -10,7 +10,7 @@ from pathlib import Path
 import trio
 from pydantic import ValidationError
 
-from trioserve.config import Config, ModelConfig
+from trioserve.config import Config, ModelConfig, explain
 from trioserve.errors import InvalidRequestError, ModelNotFoundError
 from trioserve.runtime.loader import inspect
 from trioserve.runtime.model import House, Model, ModelStatus
@@ -66,8 +66,9 @@ class Management:
             ServerBusyError, ModelLoadError, InsufficientMemoryError: see ``Model.reconfigure``.
         """
         self._check_accepting()
-        known = self._registered(settings.get("id"))
-        config = _validated(settings, known)
+        config = _validated(settings, known := self._registered(settings.get("id")))
+        if known is None and (known := self._registered(config.id)) is not None:  # named by its file alone
+            config = _validated(settings, known)
         self._check_root(config.path)
         model = known or await self._register(config)
         await model.reconfigure(config, self._wait(model, config.busy_timeout_ms))
@@ -141,19 +142,22 @@ class Management:
     async def _register(self, config: ModelConfig) -> Model:
         """Enter a new model whose file was looked at first, so that a wrong one leaves no registration."""
         await inspect(self._house.engine, config)
+        self._check_accepting()  # once more: a drain that has begun meanwhile does not know of this model
         if (other := self._registry.get(config.id)) is not None:  # registered by somebody else meanwhile
             return other
         model = Model(config, self._house)
         self._registry.add(model)
-        await self._nursery.start(model.run)
+        with trio.CancelScope(shield=True):  # a model that is registered runs, whatever becomes of this caller
+            await self._nursery.start(model.run)
         logger.info("model %s is registered", model.id, extra={"fields": {"path": str(config.path)}})
         return model
 
     def _check_root(self, path: Path) -> None:
         """Requests may name files below ``model_roots``, and those that are registered already."""
-        real = path.resolve()
-        known = {model.config.path.resolve() for model in self._registry}
-        if real in known or any(real.is_relative_to(root.resolve()) for root in self._config.model_roots):
+        real = _resolved(path)
+        known = {_resolved(model.config.path) for model in self._registry}
+        roots = [root for root in map(_resolved, self._config.model_roots) if root is not None]
+        if real is not None and (real in known or any(real.is_relative_to(root) for root in roots)):
             return
         raise InvalidRequestError(
             f"path: {str(path)!r} is not below a folder that requests may load from (model_roots)", param="path"
@@ -164,14 +168,19 @@ class Management:
 
 
 def _validated(settings: Mapping[str, object], known: Model | None) -> ModelConfig:
+    """Check a load's settings; what is left out, or null, is as it was."""
     given = {name: value for name, value in settings.items() if value is not None}
     before = known.config.model_dump(exclude_unset=True) if known is not None else {}
     try:
         return ModelConfig.model_validate({**before, **given})
     except ValidationError as error:
-        raise InvalidRequestError(*_first_problem(error)) from None
+        problem = explain(error, "model")
+        raise InvalidRequestError(problem.text, param=problem.name) from None
 
 
-def _first_problem(error: ValidationError) -> tuple[str]:
-    first = error.errors(include_url=False)[0]
-    return (f"{'.'.join(map(str, first['loc']))}: {first['msg']}",)
+def _resolved(path: Path) -> Path | None:
+    """Where a file really lies; None where the name leads nowhere, such as links in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return None

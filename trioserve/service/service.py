@@ -12,7 +12,7 @@ import trio
 
 from trioserve.config import Config
 from trioserve.engine.base import Engine
-from trioserve.errors import ShuttingDownError, TrioserveError
+from trioserve.errors import EngineError, ShuttingDownError, TrioserveError
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.loader import LoadProgress
 from trioserve.runtime.model import House, Model, ModelStatus
@@ -119,8 +119,9 @@ class Service:
             with record.scope:
                 return await self._run(model, request, prepared, record, resources)
             raise ShuttingDownError("the server is shutting down")
-        except TrioserveError as error:
-            record.fail(error)
+        except Exception as error:
+            # Something unforeseen is a failure too: without this it would pass for a client that left.
+            record.fail(error if isinstance(error, TrioserveError) else EngineError("the request failed"))
             raise
 
     @contextlib.asynccontextmanager
@@ -141,7 +142,7 @@ class Service:
         complete = self._ledger.idle
         if not complete:
             await self._cut_off()
-        self._phase = advance(PROCESS, self._phase, ProcessEvent.DRAINED)
+        self._note_drained()
         after = self._ledger.tally()
         return DrainReport(
             finished=after.finished - before.finished,
@@ -190,6 +191,12 @@ class Service:
         async with trio.open_nursery() as nursery:
             for model in self.registry:
                 nursery.start_soon(model.close)
+        self._note_drained()
+
+    def _note_drained(self) -> None:
+        """Whoever comes first, the end of a drain or of a service that is closed without one."""
+        if self._phase is ProcessPhase.DRAINING:
+            self._phase = advance(PROCESS, self._phase, ProcessEvent.DRAINED)
 
     async def _prepare_early(self, model: Model, request: GenerationRequest) -> Prepared | None:
         """Check a prompt before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -131,6 +132,7 @@ class _Live:
         self.request = request
         self.text = fake_answer(bytes(request.prompt), room)
         self.given = 0
+        self.ended = False
         self.assembler = TextAssembler(request.stops)
 
 
@@ -150,7 +152,7 @@ class FakeSession:
     def add(self, request: SequenceRequest) -> int:
         """Take a sequence in."""
         room = min(request.max_tokens, self.n_ctx - len(request.prompt))
-        number = len(self._live)
+        number = next(number for number in itertools.count() if number not in self._live)
         self._live[number] = _Live(request, room)
         return number
 
@@ -163,10 +165,11 @@ class FakeSession:
         if self._steps == self._engine.raising_step:
             raise RuntimeError("the fake was told to raise")
         if self._steps == self._engine.failing_step:
-            return [Failed(number, "the fake was told to fail") for number in self._live]
+            return [self._fail(number, live) for number, live in self._live.items() if not live.ended]
         events: list[StepEvent] = []
         for number, live in self._live.items():
-            self._advance(number, live, events)
+            if not live.ended:
+                self._advance(number, live, events)
         return events
 
     def remove(self, sequence: int) -> None:
@@ -189,15 +192,23 @@ class FakeSession:
         self._engine.close_gate.wait()
         self._engine.closed.append(self.name)
 
+    def _fail(self, number: int, live: _Live) -> Failed:
+        live.ended = True
+        return Failed(number, "the fake was told to fail")
+
     def _advance(self, number: int, live: _Live, events: list[StepEvent]) -> None:
         limit = self._engine.answer_tokens
         if limit is not None and live.given == limit:
-            events.append(Finished(number, FinishReason.STOP, live.assembler.flush()))
+            self._finish(number, live, FinishReason.STOP, events)
             return
         letter = live.text[live.given]
         live.given += 1
         events.append(Token(number, ord(letter), live.assembler.feed(letter.encode())))
         if live.assembler.stopped:
-            events.append(Finished(number, FinishReason.STOP))
+            self._finish(number, live, FinishReason.STOP, events)
         elif live.given == len(live.text):
-            events.append(Finished(number, FinishReason.LENGTH, live.assembler.flush()))
+            self._finish(number, live, FinishReason.LENGTH, events)
+
+    def _finish(self, number: int, live: _Live, reason: FinishReason, events: list[StepEvent]) -> None:
+        live.ended = True
+        events.append(Finished(number, reason, "" if live.assembler.stopped else live.assembler.flush()))
