@@ -9,7 +9,13 @@ import trio
 
 from trioserve.config import ModelConfig, check_model_file
 from trioserve.engine.base import Engine, LoadFailure, ModelFile
-from trioserve.errors import InvalidModelError, ModelLoadError, TrioserveError
+from trioserve.errors import (
+    InsufficientMemoryError,
+    InvalidModelError,
+    ModelLoadError,
+    ServerBusyError,
+    TrioserveError,
+)
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.pool import Pool, serve_pool, session_options
 from trioserve.runtime.weights_cache import WeightsCache
@@ -75,9 +81,17 @@ class Loader:
         cache: where weights come from.
         cores: shared by all models of the process.
         progress: told of loads.
+        on_settled: called at the end of each load, whatever came of it.
     """
 
-    def __init__(self, engine: Engine, cache: WeightsCache, cores: Cores, progress: LoadProgress | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        cache: WeightsCache,
+        cores: Cores,
+        progress: LoadProgress | None,
+        on_settled: Callable[[], None],
+    ) -> None:
         self.state = ModelState.UNLOADED
         self.pool: Pool | None = None
         self.was_ready = False
@@ -86,6 +100,7 @@ class Loader:
         self._cache = cache
         self._cores = cores
         self._progress = progress
+        self._on_settled = on_settled
         self._attempt: LoadAttempt | None = None
         self._retire = trio.Event()
         self._gone = trio.Event()
@@ -143,6 +158,9 @@ class Loader:
         outcome: Pool | TrioserveError
         try:
             outcome = await self._load_with_room(nursery, config, make_room)
+        except (ServerBusyError, InsufficientMemoryError) as error:
+            logger.warning("model %s was not loaded: %s", config.id, error)
+            outcome = error
         except TrioserveError as error:
             logger.error("model %s failed to load: %s", config.id, error)
             outcome = error
@@ -164,6 +182,7 @@ class Loader:
         self.advance(ModelEvent.LOAD_SUCCEEDED if isinstance(outcome, Pool) else ModelEvent.LOAD_FAILED)
         self._attempt = None
         attempt.settle(outcome)
+        self._on_settled()
 
     async def _load_with_room(self, nursery: trio.Nursery, config: ModelConfig, make_room: MakeRoom) -> Pool:
         file = await inspect(self._engine, config)

@@ -98,11 +98,12 @@ class Model:
         self.config = config
         self.created = int(time.time())
         self._house = house
-        self._loader = Loader(house.engine, house.cache, house.cores, house.progress)
+        self._loader = Loader(house.engine, house.cache, house.cores, house.progress, self._note_use)
         self._gate = Gate(Admission(config.slots, self._max_queued(config)))
         self._nursery: trio.Nursery | None = None
         self._last_used = trio.current_time()
         self._changed = trio.Event()
+        self._unloaded = trio.Event()
 
     def __repr__(self) -> str:
         return f"<Model {self.id!r} {self._loader.state} {self._gate.statistics()}>"
@@ -240,6 +241,11 @@ class Model:
         await self.unload(wait=0)
         return True
 
+    async def wait_unloaded(self) -> None:
+        """Return when the model is not being unloaded."""
+        if self._loader.state is ModelState.UNLOADING:
+            await self._unloaded.wait()
+
     async def close(self) -> None:
         """Unload for good; a load that is under way is given up. Nobody may ask for leases any more."""
         self._loader.give_up()
@@ -266,8 +272,9 @@ class Model:
         """How the model takes part in the choice of what may stay loaded."""
         if self._loader.state is ModelState.UNLOADED:
             return None
-        idle = self._loader.state is ModelState.READY and self._gate.idle
-        return Resident(self.id, idle, self._last_used, self._loader.nbytes)
+        state = self._loader.state
+        idle = state is ModelState.READY and self._gate.idle
+        return Resident(self.id, idle, self._last_used, self._loader.nbytes, leaving=state is ModelState.UNLOADING)
 
     # -- how
 
@@ -312,8 +319,10 @@ class Model:
 
     async def _unload(self) -> None:
         self._loader.advance(ModelEvent.UNLOAD_STARTED)
+        self._unloaded = trio.Event()
         await self._loader.retire()
         self._loader.advance(ModelEvent.UNLOAD_FINISHED)
+        self._unloaded.set()
         logger.info("model %s is unloaded", self.id)
 
     def _max_queued(self, config: ModelConfig) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import trio
@@ -31,6 +31,10 @@ class Tenant(Protocol):
 
     async def try_unload(self) -> bool:
         """Unload if idle; say whether that was done."""
+        ...
+
+    async def wait_unloaded(self) -> None:
+        """Return when it is not being unloaded."""
         ...
 
 
@@ -73,19 +77,32 @@ class Residency:
             InsufficientMemoryError: it would leave too little memory, also without the idle models.
         """
         # An idle model may be taken by a request between the choice and its unloading: then the choice is made again.
-        while victims := self._victims(newcomer, needed):
-            by_id = {tenant.id: tenant for tenant in self._tenants()}
+        while True:
+            others = self._others(newcomer)
+            try:
+                victims = self._victims(newcomer, needed, list(others))
+            except (ServerBusyError, InsufficientMemoryError):
+                leaving = [tenant for resident, tenant in others.items() if resident.leaving]
+                if not leaving:
+                    raise
+                await leaving[0].wait_unloaded()
+                continue
+            if not victims:
+                return
             async with trio.open_nursery() as nursery:
                 for victim in victims:
                     logger.info("unloading %s to make room for %s", victim.id, newcomer.id)
-                    nursery.start_soon(by_id[victim.id].try_unload)
+                    nursery.start_soon(others[victim].try_unload)
 
-    def _victims(self, newcomer: Tenant, needed: int) -> list[Resident]:
-        others = [
-            resident
+    def _others(self, newcomer: Tenant) -> dict[Resident, Tenant]:
+        """All that take memory, without the newcomer."""
+        return {
+            resident: tenant
             for tenant in self._tenants()
             if tenant is not newcomer and (resident := tenant.resident()) is not None
-        ]
+        }
+
+    def _victims(self, newcomer: Tenant, needed: int, others: Sequence[Resident]) -> list[Resident]:
         by_count = victims_for_count(others, self._max_loaded)
         if by_count is None:
             raise ServerBusyError(

@@ -16,12 +16,14 @@ class Resident:
             those that are queued for, not those that load or are being unloaded.
         last_used: seconds, on any one clock.
         nbytes: estimated memory; what its unloading gives back.
+        leaving: it is being unloaded; whoever needs its place waits for that.
     """
 
     id: str
     idle: bool
     last_used: float
     nbytes: int = 0
+    leaving: bool = False
 
 
 def victims_for_count(residents: Sequence[Resident], limit: int) -> list[Resident] | None:
