@@ -186,6 +186,8 @@ class Model:
         async with AsyncExitStack() as trial:
             if self._loader.pool is not None and config != self.config:
                 await self._try_out(config, trial)
+            # Threads that look and try are waited for; a caller who left meanwhile wants nothing changed.
+            await trio.lowlevel.checkpoint_if_cancelled()
             ticket = Ticket(Kind.MANAGER, wait)
             await self._gate.pass_through(ticket)
             try:

@@ -142,6 +142,7 @@ class Management:
     async def _register(self, config: ModelConfig) -> Model:
         """Enter a new model whose file was looked at first, so that a wrong one leaves no registration."""
         await inspect(self._house.engine, config)
+        await trio.lowlevel.checkpoint_if_cancelled()  # the caller may have left while the thread looked
         self._check_accepting()  # once more: a drain that has begun meanwhile does not know of this model
         if (other := self._registry.get(config.id)) is not None:  # registered by somebody else meanwhile
             return other
