@@ -179,5 +179,7 @@ _WORDS = {
     "less_than": "must be less than {lt}",
     "string_unicode": "must not contain lone surrogates",
     "too_short": "must have {min_length} or more items",
+    "too_long": "must have {max_length} items or fewer",
     "string_too_short": "must have {min_length} or more characters",
+    "string_too_long": "must have {max_length} characters or fewer",
 }

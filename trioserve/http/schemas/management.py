@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from trioserve.http.schemas.base import Schema, Text
+from trioserve.config import MAX_MODEL_ID_CHARS
+from trioserve.http.schemas.base import Schema, encodable
 
-_ID = Field(min_length=1, max_length=256, description="Id of a registered model.")
+ModelId = Annotated[
+    str,
+    Field(min_length=1, max_length=MAX_MODEL_ID_CHARS, description="Id of a registered model."),
+    AfterValidator(encodable),
+]
 
 
 class Waiting(Schema):
@@ -22,15 +27,13 @@ class Waiting(Schema):
 class UnloadRequest(Waiting):
     """Body of an unload."""
 
-    id: Annotated[Text, _ID]
+    id: ModelId
 
 
 class UnloadModelsRequest(Waiting):
     """Body of a bulk unload."""
 
-    model_ids: Annotated[
-        list[Annotated[Text, _ID]], Field(min_length=1, max_length=4096, description="Ids of registered models.")
-    ]
+    model_ids: Annotated[list[ModelId], Field(min_length=1, max_length=4096, description="Ids of registered models.")]
 
 
 class UnloadAllRequest(Waiting):
