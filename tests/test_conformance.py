@@ -15,7 +15,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.config import Config, ModelConfig
-from trioserve.errors import ShuttingDownError
+from trioserve.errors import ServerBusyError, ShuttingDownError
 from trioserve.scheduling.lifecycle import ModelState
 from trioserve.service import GenerationRequest, Service, TextPrompt, open_service
 from trioserve.testing import FakeEngine, fake_answer
@@ -46,26 +46,33 @@ class Stage:
 
         self.nursery.start_soon(run, name=name)
 
-    async def infer(self, model_id: str = "m", busy_timeout_ms: int | None = None) -> str:
+    async def infer(self, busy_timeout_ms: int | None = None, *, model_id: str = "m") -> str:
         request = GenerationRequest(
             TextPrompt(PROMPT), model=model_id, max_tokens=TOKENS, busy_timeout_ms=busy_timeout_ms
         )
         async with self.service.generate(request) as generation:
             return "".join([part.text async for part in generation if hasattr(part, "text")])
 
-    async def load(self) -> object:
-        return await self.service.management.load({"id": "m", "n_ctx": 512})
+    async def load(self, busy_timeout_ms: int | None = None) -> object:
+        return await self.service.management.load({"id": "m", "n_ctx": 512, "busy_timeout_ms": busy_timeout_ms})
 
-    async def unload(self) -> object:
-        return await self.service.management.unload("m")
+    async def unload(self, busy_timeout_ms: int | None = None) -> object:
+        return await self.service.management.unload("m", busy_timeout_ms)
 
-    async def unload_all(self) -> object:
-        return await self.service.management.unload_all()
+    async def unload_many(self, busy_timeout_ms: int | None = None) -> object:
+        return await self.service.management.unload_many(["m", "other", "m", "nobody"], busy_timeout_ms)
+
+    async def unload_all(self, busy_timeout_ms: int | None = None) -> object:
+        return await self.service.management.unload_all(busy_timeout_ms)
 
     async def evict(self) -> object:
         model = self.service.registry.get("m")
         assert model is not None
         return await model.try_unload()
+
+    def gates(self) -> list[object]:
+        """Who holds and who waits, of every model."""
+        return [model._gate.statistics() for model in self.service.registry]
 
     def open_all(self) -> None:
         for gate in (self.engine.load_gate, self.engine.session_gate, self.engine.step_gate, self.engine.close_gate):
@@ -95,8 +102,9 @@ class Stage:
 async def stage(tmp_path: Path, request: pytest.FixtureRequest):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF\x03\0\0\0" + bytes(16))
-    slots = getattr(request, "param", 1)
-    models = tuple(ModelConfig(path=path, id=name, slots=slots, lazy=True) for name in ("m", "other"))
+    settings = getattr(request, "param", 1)
+    settings = settings if isinstance(settings, dict) else {"slots": settings}
+    models = tuple(ModelConfig(path=path, id=name, lazy=True, **settings) for name in ("m", "other"))
     engine = FakeEngine()
     config = Config(models=models, management=True)
     async with open_service(config, engine=engine) as service, trio.open_nursery() as nursery:
@@ -228,6 +236,18 @@ TABLE = [
     (draining, "load", False, refused, READY),
     (draining, "unload", False, refused, READY),
     (draining, "unload_all", False, refused, READY),
+    (draining, "unload_many", False, refused, READY),
+    *(
+        (state, "unload_many", waits, listed_once, UNLOADED)
+        for state, waits in (
+            (unloaded, False),
+            (loading, True),
+            (idle, False),
+            (busy, True),
+            (reconfiguring, True),
+            (unloading, True),
+        )
+    ),
 ]
 
 
@@ -256,6 +276,85 @@ async def test_operation_in_state(stage, state, operation, waits, came_of_it, af
 
 def _under_way(stage: Stage) -> list[str]:
     return [task.name for task in stage.nursery.child_tasks if task.name not in stage.results]
+
+
+# -- no waiting at all
+
+
+def turned_away(result: object) -> bool:
+    return isinstance(result, ServerBusyError)
+
+
+AT_ONCE = {"infer": answered, "load": configured, "unload": gone, "unload_many": listed_once, "unload_all": listed_once}
+
+
+@pytest.mark.parametrize("operation", AT_ONCE)
+@pytest.mark.parametrize(
+    ("state", "free"),
+    [(unloaded, True), (loading, False), (idle, True), (busy, False), (reconfiguring, False), (unloading, False)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+async def test_who_may_not_wait_is_served_or_turned_away_at_once(stage, state, free, operation):
+    await state(stage)
+    before = stage.gates()
+    stage.start("operation", lambda: getattr(stage, operation)(0))
+    await stage.settled("operation")
+    assert (AT_ONCE[operation] if free else turned_away)(stage.results["operation"]), stage.results
+    if not free:
+        assert stage.gates() == before, "it left a trace"
+    stage.open_all()
+    await stage.settled(*_under_way(stage))
+    await stage.quiet()
+
+
+@pytest.mark.parametrize("stage", [2], indirect=True)
+async def test_a_spare_slot_of_a_loading_model_is_had_at_once(stage):
+    await loading(stage)
+    stage.start("operation", lambda: stage.infer(0))
+    await wait_all_tasks_blocked()
+    assert (stage.service.models()[0].active_slots, "operation" in stage.results) == (2, False)
+    stage.open_all()
+    await stage.settled("operation", "first")
+    assert answered(stage.results["operation"])
+
+
+# -- a full queue
+
+
+@pytest.mark.parametrize("stage", [{"slots": 1, "max_queued_requests": 1}], indirect=True)
+@pytest.mark.parametrize("state", [loading, busy, reconfiguring, unloading], ids=lambda state: state.__name__)
+async def test_a_full_queue_turns_requests_away_and_no_operation(stage, state):
+    await state(stage)
+    await arrive(stage, "infer")
+    before = stage.gates()
+    with pytest.raises(ServerBusyError, match="max_queued_requests"):
+        await stage.infer()
+    assert stage.gates() == before
+    stage.start("manager", stage.unload)
+    await stage.waiting(2)
+    stage.open_all()
+    await stage.settled("0-infer", "manager")
+    assert answered(stage.results["0-infer"])
+    assert gone(stage.results["manager"])
+    await stage.quiet()
+
+
+@pytest.mark.parametrize("stage", [{"slots": 1, "max_queued_requests": 0}], indirect=True)
+async def test_a_queue_of_nobody_still_lets_through_who_need_not_wait(stage):
+    await idle(stage)
+    assert answered(await stage.infer())
+    await busy_again(stage)
+    with pytest.raises(ServerBusyError, match="max_queued_requests"):
+        await stage.infer()
+    stage.open_all()
+    await stage.settled("first")
+
+
+async def busy_again(stage: Stage) -> None:
+    await stage.quiet()
+    stage.engine.step_gate.shut()
+    stage.start("first", stage.infer)
+    await stage.engine.step_gate.arrived(2 * TOKENS + 1)
 
 
 # -- orders of arrival, at a model whose slots are all taken
@@ -328,18 +427,18 @@ async def test_what_was_queued_sees_the_new_configuration(stage):
 
 @pytest.mark.parametrize("state", [loading, busy, unloading, reconfiguring], ids=lambda state: state.__name__)
 async def test_a_ready_model_answers_whatever_the_other_does(stage, state):
-    assert await stage.infer("other") == ANSWER
+    assert await stage.infer(model_id="other") == ANSWER
     await state(stage)
     if state is busy:
         stage.engine.step_gate.let(TOKENS)  # the steps of the other model; those of this one came first
         stage.engine.step_gate.open()
-    stage.start("beside", lambda: stage.infer("other"))
+    stage.start("beside", lambda: stage.infer(model_id="other"))
     await stage.settled("beside")
     assert stage.results["beside"] == ANSWER
 
 
 async def test_bulk_unload_frees_the_idle_model_before_the_busy_one(stage):
-    assert await stage.infer("other") == ANSWER
+    assert await stage.infer(model_id="other") == ANSWER
     await busy(stage)
     stage.start("bulk", stage.unload_all)
     with trio.fail_after(SAFETY_SECONDS):
@@ -352,7 +451,7 @@ async def test_bulk_unload_frees_the_idle_model_before_the_busy_one(stage):
 
 
 async def test_bulk_unloads_in_opposite_orders_both_end(stage):
-    assert await stage.infer("other") == ANSWER
+    assert await stage.infer(model_id="other") == ANSWER
     await busy(stage)
     manage = stage.service.management
     stage.start("forth", lambda: manage.unload_many(["m", "other", "m"]))

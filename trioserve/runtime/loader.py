@@ -162,8 +162,11 @@ class Loader:
             logger.warning("model %s was not loaded: %s", config.id, error)
             outcome = error
         except TrioserveError as error:
-            logger.error("model %s failed to load: %s", config.id, error)
             outcome = error
+            if self._given_up:
+                logger.info("the load of model %s was given up", config.id)
+            else:
+                logger.error("model %s failed to load: %s", config.id, error)
         except Exception:
             logger.exception("model %s failed to load", config.id)
             outcome = ModelLoadError(f"{config.id} could not be loaded")
