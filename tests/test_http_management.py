@@ -285,6 +285,20 @@ async def test_answers_stay_whole_while_everything_changes():
     assert closed.count("fake") == server.engine.loads, "all weights are freed in the end"
 
 
+async def test_a_new_model_does_not_make_the_server_unready():
+    engine = FakeEngine()
+    async with managed(engine) as server, trio.open_nursery() as nursery:
+        engine.load_gate.shut()
+        engine.failing_loads = 1
+        body = {"id": "new", "path": str(server.config.models[0].path), "mlock": True}
+        nursery.start_soon(server.call, LOAD, body)
+        await engine.load_gate.arrived(2)
+        assert (await server.call("/health/ready")).status == 200
+        engine.load_gate.open()
+        await until(lambda: server.status(1).state is ModelState.UNLOADED)
+        assert (await server.call("/health/ready")).status == 200
+
+
 async def test_a_load_never_holds_up_the_status_pages():
     engine = FakeEngine()
     async with managed(engine) as server, trio.open_nursery() as nursery:

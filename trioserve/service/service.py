@@ -51,6 +51,8 @@ class Service:
     def __init__(self, config: Config, house: House, registry: Registry, nursery: trio.Nursery) -> None:
         self.config = config
         self.registry = registry
+        # Models that are registered later neither load by themselves nor make the server unready.
+        self._at_start = [model for model in registry if not model.config.lazy]
         self.management = Management(config, registry, house, nursery, self.check_accepting)
         self._phase = ProcessPhase.SERVING
         self._ledger = Ledger()
@@ -67,9 +69,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether new work is taken and every model that is loaded at the start has been loaded."""
-        return self._phase is ProcessPhase.SERVING and all(
-            model.was_ready for model in self.registry if not model.config.lazy
-        )
+        return self._phase is ProcessPhase.SERVING and all(model.was_ready for model in self._at_start)
 
     def models(self) -> list[ModelStatus]:
         """Return one consistent moment of all models. Never waits."""
@@ -167,9 +167,8 @@ class Service:
                 self._start_error = self._start_error or error
 
         async with trio.open_nursery() as nursery:
-            for model in self.registry:
-                if not model.config.lazy:
-                    nursery.start_soon(load, model)
+            for model in self._at_start:
+                nursery.start_soon(load, model)
         self._started.set()
 
     async def wait_started(self) -> None:
