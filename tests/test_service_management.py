@@ -165,6 +165,34 @@ async def test_the_configuration_that_is_loaded_changes_nothing(service_with, en
         assert (engine.loads, engine.closed) == (1, [])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_dtype": "f16"}, {"busy_timeout_ms": 5}, {"max_queued_requests": 0}, {"keep_alive_ms": 9999}, {"lazy": False}],
+    ids=str,
+)
+async def test_what_needs_no_new_sessions_is_changed_without_any(service_with, engine, change):
+    async with service_with(slots=2) as service:
+        await use(service)
+        model = service.registry.get("m")
+        pool = model.pool
+        await service.management.load({"id": "m", **change})
+        assert model.config.model_dump() == {**model.config.model_dump(), **change}
+        assert model.pool is pool
+        assert (engine.loads, engine.closed, len(pool.weights.sessions)) == (1, [], 2)
+
+
+async def test_a_new_bound_of_the_queue_holds_at_once(service_with, engine):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        await use(service)
+        await service.management.load({"id": "m", "max_queued_requests": 0})
+        engine.step_gate.shut()
+        Caller(nursery, use, service)
+        await engine.step_gate.arrived(4)
+        with pytest.raises(ServerBusyError, match="max_queued_requests"):
+            await use(service)
+        engine.step_gate.open()
+
+
 async def test_an_unloaded_model_is_loaded(service_with, engine):
     async with service_with() as service:
         assert (await service.management.load({"id": "m"})).state is READY

@@ -18,7 +18,7 @@ from trioserve.runtime.cores import Cores
 from trioserve.runtime.gate import Gate
 from trioserve.runtime.lease import Lease
 from trioserve.runtime.loader import Loader, LoadProgress, inspect
-from trioserve.runtime.pool import Pool, session_options, tried_out
+from trioserve.runtime.pool import Pool, same_pool, session_options, tried_out
 from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.admission import Admission, Kind, Ticket
@@ -184,7 +184,7 @@ class Model:
             ServerBusyError, InsufficientMemoryError: no turn within the wait; or no room, like a failed load.
         """
         async with AsyncExitStack() as trial:
-            if self._loader.pool is not None and config != self.config:
+            if self._loader.pool is not None and not same_pool(config, self.config):
                 await self._try_out(config, trial)
             # Threads that look and try are waited for; a caller who left meanwhile wants nothing changed.
             await trio.lowlevel.checkpoint_if_cancelled()
@@ -297,7 +297,9 @@ class Model:
         """Replace what is loaded, with the whole model held."""
         if self._loader.pool is None:
             await self._load_with(config)
-        elif config != self.config:
+        elif same_pool(config, self.config):
+            self._adopt(config)
+        else:
             self._loader.advance(ModelEvent.RECONFIGURE_STARTED)
             await self._loader.retire()
             # The point of no return: the old pool is gone.

@@ -19,6 +19,7 @@ from trioserve.runtime.weights_cache import WeightsCache
 logger = logging.getLogger("trioserve.model")
 
 DEFAULT_N_CTX = 4096
+_OF_THE_QUEUE = {"lazy", "keep_alive_ms", "busy_timeout_ms", "max_queued_requests"}
 
 
 class _Readers:
@@ -67,6 +68,11 @@ class Pool:
 def load_options(config: ModelConfig) -> LoadOptions:
     """What of a model's configuration makes its weights what they are."""
     return LoadOptions(gpu_layers=config.gpu_layers, mmap=config.mmap, mlock=config.mlock)
+
+
+def same_pool(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two configurations make the same pool: they differ in nothing but who waits how long, if at all."""
+    return one.model_dump(exclude=_OF_THE_QUEUE) == other.model_dump(exclude=_OF_THE_QUEUE)
 
 
 def session_options(config: ModelConfig, n_ctx_train: int) -> SessionOptions:
