@@ -12,7 +12,8 @@ import trio
 
 from trioserve.config import Config, ModelConfig
 from trioserve.runtime.cores import Cores
-from trioserve.runtime.model import Model
+from trioserve.runtime.model import House, Model
+from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.service import open_service
 from trioserve.testing import FakeEngine
@@ -79,13 +80,23 @@ def cache(engine):
 
 
 @pytest.fixture
-def model_for(model_file, cache, cores):
+def house_for(engine, cache, cores):
+    """What models share. Nobody limits how many of them are loaded, unless told otherwise."""
+
+    def build(*, residency=None, max_queued=512, **more):
+        return House(engine, cache, cores, residency or Residency(0, 0, list), max_queued=max_queued, **more)
+
+    return build
+
+
+@pytest.fixture
+def model_for(model_file, house_for):
     """Open a model, unloaded, in a nursery of its own; leaving the block cancels it."""
 
     @contextlib.asynccontextmanager
     async def open_model(*, max_queued=512, **settings):
         settings.setdefault("path", model_file)
-        model = Model(ModelConfig(**settings), cache, cores, max_queued=max_queued)
+        model = Model(ModelConfig(**settings), house_for(max_queued=max_queued))
         with trio.fail_after(SAFETY_SECONDS):
             async with trio.open_nursery() as nursery:
                 await nursery.start(model.run)

@@ -30,6 +30,11 @@ SERVER_DEFAULTS = {
     "drain_timeout_ms": 30000,
     "send_timeout_ms": 30000,
     "max_request_body_bytes": 33554432,
+    "management": False,
+    "model_roots": (),
+    "max_loaded_models": 0,
+    "idle_unload_ms": 0,
+    "min_free_memory_mb": 0,
     "certfile": None,
     "keyfile": None,
     "keep_alive_timeout_ms": 75000,
@@ -51,6 +56,7 @@ MODEL_DEFAULTS = {
     "chat_template": None,
     "mmap": True,
     "mlock": False,
+    "keep_alive_ms": None,
     "busy_timeout_ms": None,
     "max_queued_requests": None,
 }
@@ -250,6 +256,23 @@ def test_file_with_relative_names(tmp_path, monkeypatch, name, text):
     assert (b.id, b.path, b.slots, b.n_ctx) == ("b", Path("/abs/b.gguf"), 1, None)
 
 
+def test_roots_start_at_the_folder_of_their_file(tmp_path):
+    file = write(tmp_path, 'model_roots = ["models", "/srv/models"]\n[[models]]\npath = "a.gguf"')
+    assert load(file).model_roots == (tmp_path / "models", Path("/srv/models"))
+
+
+def test_roots_from_elsewhere_are_separated_by_commas():
+    expected = (Path("/a"), Path("b"))
+    assert load(None, {"TRIOSERVE_MODEL_ROOTS": "/a, b"}, model="m.gguf").model_roots == expected
+    assert load(model="m.gguf", model_roots="/a,b,").model_roots == expected
+
+
+@pytest.mark.parametrize("roots", ['[""]', "[1]", '"models"'])
+def test_roots_that_are_no_folders_are_refused(tmp_path, roots):
+    file = write(tmp_path, f"model_roots = {roots}\n[[models]]\npath = 'a.gguf'")
+    assert refusal(file).startswith("model_roots: ")
+
+
 def test_names_in_a_relative_file_start_at_its_folder(tmp_path, monkeypatch):
     (tmp_path / "conf").mkdir()
     write(tmp_path / "conf", "[[models]]\npath = 'a.gguf'")
@@ -431,7 +454,7 @@ def test_contradictions_with_two_models_in_the_file(tmp_path, environ, flags, ex
         ({"TRIOSERVE_SLOTS": "17"}, {}, "slots: 17 is not an integer 1..16 (environment variable TRIOSERVE_SLOTS)"),
         ({"TRIOSERVE_SLOT": "1"}, {}, "unknown setting 'TRIOSERVE_SLOT'; did you mean TRIOSERVE_SLOTS?"),
         ({"TRIOSERVE_slots": "1"}, {}, "unknown setting 'TRIOSERVE_slots'; did you mean TRIOSERVE_SLOTS?"),
-        ({"TRIOSERVE_MANAGEMENT": "1"}, {}, "unknown setting 'TRIOSERVE_MANAGEMENT' (environment variable)"),
+        ({"TRIOSERVE_QWERTY": "1"}, {}, "unknown setting 'TRIOSERVE_QWERTY' (environment variable)"),
         ({"TRIOSERVE_MODELS": "a"}, {}, "unknown setting 'TRIOSERVE_MODELS'; did you mean TRIOSERVE_MODEL?"),
         ({"TRIOSERVE_MODEL": "a", "TRIOSERVE_PATH": "b"}, {}, "give one of them (environment)"),
         ({}, {"n_ctx": "2k"}, "n_ctx: '2k' is not an integer 16..16777216 or null (flag --n-ctx)"),
@@ -624,7 +647,7 @@ def test_every_setting_says_what_it_is_for():
     for info in settings():
         assert re.fullmatch(r"\S.*[.]", info.description), info.name
         assert (info.default == "") == (info.name == "path"), info.name
-        assert info.range or info.kind in {"text", "path", "text or @file"}, info.name
+        assert info.range or info.kind in {"text", "path", "list of paths", "text or @file"}, info.name
 
 
 def test_descriptions_of_kinds():

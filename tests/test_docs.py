@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from trioserve import errors
-from trioserve.config import Config, load_config
+from trioserve.config import Config, ModelConfig, load_config
 from trioserve.engine.sampling import Sampling
 from trioserve.http.app import create_app
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import CompletionRequest
+from trioserve.http.schemas.management import UnloadAllRequest, UnloadModelsRequest, UnloadRequest
 from trioserve.scheduling.diagram import mermaid
 from trioserve.scheduling.lifecycle import MODEL, PROCESS, REQUEST, ModelState, ProcessPhase, RequestPhase
 from trioserve.service import open_service
@@ -78,6 +79,18 @@ def test_every_field_is_documented():
         own = table_fields(section(DOCS / "routes.md", f"POST /v1/{route}"))
         documented = {name.partition(".")[0] for name in (*common, *own)}
         assert documented == set(schema.model_fields), route
+
+
+MANAGEMENT = {
+    "/v1/models/unload": UnloadRequest,
+    "/v1/tasks/unload_models": UnloadModelsRequest,
+    "/v1/tasks/unload_all_models": UnloadAllRequest,
+}
+
+
+@pytest.mark.parametrize("route", MANAGEMENT)
+def test_every_field_of_management_is_documented(route):
+    assert set(table_fields(section(DOCS / "routes.md", f"POST {route}"))) == set(MANAGEMENT[route].model_fields)
 
 
 def test_what_is_refused_is_documented():
@@ -186,16 +199,19 @@ def test_snippets_parse(page):
 
 
 def test_bodies_in_curl_snippets_are_accepted():
-    schemas = {"/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest}
+    schemas = {"/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest, **MANAGEMENT}
     found = 0
     for page in PAGES:
         for snippet in snippets(page, "sh"):
             words = shlex.split(snippet) if snippet.startswith("curl ") else []
             for body in (after for word, after in itertools.pairwise(words) if word == "-d"):
                 route = next(word for word in words if word.startswith("http")).partition(":8080")[2]
-                schemas[route].parse(json.loads(body))
+                if route == "/v1/models/load":  # of a registered model, whose path is known
+                    ModelConfig(**{"path": Path("model.gguf"), **json.loads(body)})
+                else:
+                    schemas[route].parse(json.loads(body))
                 found += 1
-    assert found >= 4
+    assert found >= 7
 
 
 @pytest.mark.parametrize("example", PYTHON_EXAMPLES, ids=lambda path: path.name)

@@ -194,9 +194,9 @@ def test_integers_beyond_the_bounds_are_refused_with_the_bound(name, bounds, ste
 def test_numbers_beyond_the_bounds_are_refused_with_the_bound(name, bounds, step):
     least, most = bounds
     for schema in schemas_of(name):
-        refused(schema, {**BASE[schema], name: most + step}, name, f"must be {most:.1f} or less")
+        refused(schema, {**BASE[schema], name: most + step}, name, f"must be {most:g} or less")
         if least is not None:
-            refused(schema, {**BASE[schema], name: least - step}, name, f"must be {least:.1f} or more")
+            refused(schema, {**BASE[schema], name: least - step}, name, f"must be {least:g} or more")
 
 
 @BOTH

@@ -9,7 +9,6 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.config import ModelConfig
 from trioserve.engine.base import Finished, SequenceRequest
 from trioserve.errors import InvalidModelError, ModelLoadError, ServerBusyError
-from trioserve.runtime.cores import Cores
 from trioserve.runtime.model import Model
 from trioserve.runtime.pool import DEFAULT_N_CTX, session_options
 from trioserve.scheduling.lifecycle import ModelState
@@ -187,9 +186,9 @@ async def test_more_slots_than_the_model_can_have_are_refused_and_nothing_is_lef
         assert engine.closed == ["tiny"]
 
 
-async def test_loads_are_reported_as_they_go(model_file, cache):
+async def test_loads_are_reported_as_they_go(model_file, house_for):
     told = []
-    model = Model(ModelConfig(path=model_file), cache, Cores(1), max_queued=1, progress=lambda *args: told.append(args))
+    model = Model(ModelConfig(path=model_file), house_for(progress=lambda *args: told.append(args)))
     async with trio.open_nursery() as nursery:
         await nursery.start(model.run)
         await answer(model)
@@ -234,6 +233,34 @@ async def test_sessions_close_clones_first_and_weights_last(model_for, engine):
         await model.unload()
         assert engine.closed == ["tiny[2]", "tiny[1]", "tiny[0]", "tiny"]
         assert model.status().state is ModelState.UNLOADED
+
+
+@pytest.mark.parametrize("failing", range(3))
+async def test_a_session_that_cannot_be_freed_keeps_nothing_else(model_for, engine, monkeypatch, caplog, failing):
+    def refuse():
+        raise RuntimeError("it will not go")
+
+    async with model_for(slots=3) as model:
+        await answer(model)
+        monkeypatch.setattr(model.pool.slots[failing].session, "close", refuse)
+        await model.unload()
+        kept = f"tiny[{failing}]"
+        assert engine.closed == [name for name in ("tiny[2]", "tiny[1]", "tiny[0]", "tiny") if name != kept]
+        assert model.status().state is ModelState.UNLOADED
+        assert "could not be freed" in caplog.text
+        assert await answer(model) == fake_answer(b"prompt", 5)
+
+
+async def test_a_teardown_waits_for_no_other_thread_of_the_process(model_for, engine):
+    async with model_for(slots=2) as model:
+        await answer(model)
+        default = trio.to_thread.current_default_thread_limiter()
+        for holder in range(default.total_tokens):
+            default.acquire_on_behalf_of_nowait(holder)
+        await model.unload()
+        assert engine.closed == ["tiny[1]", "tiny[0]", "tiny"]
+        for holder in range(default.total_tokens):
+            default.release_on_behalf_of(holder)
 
 
 async def test_a_model_whose_task_is_cancelled_closes_in_the_same_order(model_for, engine):
@@ -417,9 +444,9 @@ async def test_many_tiny_requests_and_unloads_lose_no_slot(model_for, eventually
 # -- the end of everything
 
 
-async def test_a_load_cut_off_by_the_end_of_its_model_leaves_nobody_waiting(model_file, cache, engine):
+async def test_a_load_cut_off_by_the_end_of_its_model_leaves_nobody_waiting(model_file, house_for, engine):
     """A caller outside of the model's own nursery, shielded as a shutdown is."""
-    model = Model(ModelConfig(path=model_file), cache, Cores(1), max_queued=1)
+    model = Model(ModelConfig(path=model_file), house_for())
     engine.load_gate.shut()
     async with trio.open_nursery() as outer, trio.open_nursery() as nursery:
         await nursery.start(model.run)
@@ -449,13 +476,14 @@ async def test_a_closing_model_gives_up_its_load(model_for, engine):
 
 
 @pytest.fixture
-def pair_for(model_file, cache, engine):
+def pair_for(model_file, house_for):
     """Two models of the same file."""
 
     @contextlib.asynccontextmanager
     async def open_pair(**second):
-        first = Model(ModelConfig(id="first", path=model_file), cache, Cores(2), max_queued=9)
-        other = Model(ModelConfig(id="other", path=model_file, **second), cache, Cores(2), max_queued=9)
+        house = house_for()
+        first = Model(ModelConfig(id="first", path=model_file), house)
+        other = Model(ModelConfig(id="other", path=model_file, **second), house)
         async with trio.open_nursery() as nursery:
             await nursery.start(first.run)
             await nursery.start(other.run)
@@ -496,7 +524,9 @@ async def test_other_load_options_are_other_weights(pair_for, engine):
         assert engine.loads == 2
 
 
-async def test_a_neighbour_that_fails_after_a_shared_load_does_not_take_the_weights_away(pair_for, engine):
+async def test_a_neighbour_that_fails_after_a_shared_load_does_not_take_the_weights_away(
+    pair_for, engine, cache, eventually
+):
     engine.max_sessions = 1
     engine.load_gate.shut()
     async with pair_for(slots=2) as (first, other), trio.open_nursery() as nursery:
@@ -504,18 +534,17 @@ async def test_a_neighbour_that_fails_after_a_shared_load_does_not_take_the_weig
         await engine.load_gate.arrived()
         await wait_all_tasks_blocked()
         (asker,) = ask(nursery, first)
-        await wait_all_tasks_blocked()
+        await eventually(lambda: [entry.users for entry in cache._entries.values()] == [2])
         engine.load_gate.open()
     assert isinstance(too_many.error, InvalidModelError)
     assert asker.text == fake_answer(b"prompt", 5)
     assert engine.closed == ["tiny[0]", "tiny"]
 
 
-async def test_models_do_not_wait_for_each_other(cache, make_model_file, engine):
+async def test_models_do_not_wait_for_each_other(house_for, make_model_file, engine):
     engine.step_gate.shut()
-    busy, free = (
-        Model(ModelConfig(path=make_model_file(name)), cache, Cores(2), max_queued=9) for name in ("a.gguf", "b.gguf")
-    )
+    house = house_for()
+    busy, free = (Model(ModelConfig(path=make_model_file(name)), house) for name in ("a.gguf", "b.gguf"))
     async with trio.open_nursery() as nursery:
         await nursery.start(busy.run)
         await nursery.start(free.run)

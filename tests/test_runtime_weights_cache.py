@@ -8,6 +8,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.engine.base import LoadOptions
 from trioserve.errors import ModelLoadError
+from trioserve.testing import FakeWeights, ThreadGate
 
 OPTIONS = LoadOptions()
 
@@ -210,3 +211,65 @@ async def test_a_release_is_finished_though_its_caller_is_cancelled(engine, cach
         scope.cancel()
         await cache.release(weights)
     assert engine.closed == ["tiny"]
+
+
+@pytest.fixture
+def slow_free(monkeypatch):
+    """The gate that weights pass on their way out."""
+    gate = ThreadGate(is_open=False)
+    close = FakeWeights.close
+    monkeypatch.setattr(FakeWeights, "close", lambda self: gate.wait() and close(self))
+    return gate
+
+
+async def test_whoever_comes_while_weights_are_freed_waits_and_loads_anew(engine, cache, model_file, slow_free):
+    weights = await cache.acquire(model_file, OPTIONS)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(cache.release, weights)
+        await slow_free.arrived()
+        users = await ask(nursery, cache, model_file, 2)
+        assert engine.loads == 1, "two copies at once"
+        slow_free.open()
+    assert engine.loads == 2
+    assert users[0].weights is users[1].weights is not weights
+    for user in users:
+        await user.leave()
+    assert engine.closed == ["tiny", "tiny"]
+
+
+async def test_whoever_leaves_while_waiting_for_weights_to_be_freed_leaves_nothing(
+    engine, cache, model_file, slow_free
+):
+    weights = await cache.acquire(model_file, OPTIONS)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(cache.release, weights)
+        await slow_free.arrived()
+        (leaver,) = await ask(nursery, cache, model_file)
+        leaver.scope.cancel()
+        slow_free.open()
+    assert (leaver.weights, engine.loads) == (None, 1)
+    assert cache._entries == {}
+
+
+async def test_weights_that_cannot_be_freed_are_forgotten(engine, cache, model_file, monkeypatch, caplog):
+    def refuse(_):
+        raise RuntimeError("they will not go")
+
+    weights = await cache.acquire(model_file, OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeWeights, "close", refuse)
+        await cache.release(weights)
+    assert "could not be freed" in caplog.text
+    assert await cache.acquire(model_file, OPTIONS) is not weights
+
+
+async def test_weights_are_freed_beside_any_number_of_loads(engine, cache, make_model_file):
+    weights = await cache.acquire(make_model_file("done.gguf"), OPTIONS)
+    engine.load_gate.shut()
+    async with trio.open_nursery() as nursery:
+        for number in range(4):  # as many as load side by side
+            await ask(nursery, cache, make_model_file(f"{number}.gguf"))
+        await engine.load_gate.arrived(5)
+        await cache.release(weights)
+        assert engine.closed == ["done"]
+        engine.load_gate.open()

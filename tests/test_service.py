@@ -772,6 +772,41 @@ async def test_a_step_that_cannot_be_cut_short_is_waited_for(service_for, engine
     assert engine.closed == ["tiny[0]", "tiny"]
 
 
+async def test_something_unforeseen_before_the_answer_counts_as_a_failure(service_for, monkeypatch):
+    async with service_for() as service:
+        await loaded(service)
+        before = service.tally()
+
+        def refuse(*_):
+            raise ValueError("unforeseen")
+
+        monkeypatch.setattr("trioserve.runtime.lease.Lease.start", refuse)
+        with pytest.raises(ValueError, match="unforeseen"):
+            await collect(service, request())
+        after = service.tally()
+        assert (after.failed - before.failed, after.cancelled - before.cancelled, after.active) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("drained", [True, False])
+async def test_a_service_that_has_ended_is_stopped(service_for, drained):
+    async with service_for() as service:
+        if drained:
+            await service.drain()
+    assert service.phase is ProcessPhase.STOPPED
+
+
+async def test_a_service_whose_drain_was_given_up_is_stopped_all_the_same(service_for, engine):
+    engine.step_gate.shut()
+    async with service_for() as service, trio.open_nursery() as nursery:
+        await send(nursery, service, request())
+        await engine.step_gate.arrived()
+        nursery.start_soon(service.drain)
+        await wait_all_tasks_blocked()
+        assert service.phase is ProcessPhase.DRAINING
+        nursery.cancel_scope.cancel()
+    assert service.phase is ProcessPhase.STOPPED
+
+
 async def test_a_closed_service_takes_no_requests(service_for, engine):
     async with service_for() as service:
         await collect(service, request())

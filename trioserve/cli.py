@@ -23,7 +23,14 @@ __all__ = ["main"]
 
 EXIT_OK = 0
 EXIT_CONFIG = 2
-_METAVARS = {"integer": "N", "path": "FILE", "text": "TEXT", "text or @file": "TEXT|@FILE", "list": "A,B"}
+_METAVARS = {
+    "integer": "N",
+    "path": "FILE",
+    "text": "TEXT",
+    "text or @file": "TEXT|@FILE",
+    "list": "A,B",
+    "list of paths": "FOLDER,FOLDER",
+}
 
 
 class _ShowVersion(argparse.Action):

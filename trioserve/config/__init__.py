@@ -5,15 +5,18 @@ flags, ``--help`` and the checks of docs/settings.md follow from it.
 """
 
 from trioserve.config.description import SettingInfo, settings, settings_by_flag
+from trioserve.config.explanation import explain
 from trioserve.config.loading import load_config
 from trioserve.config.model_files import check_model_file
-from trioserve.config.table import Config, ModelConfig
+from trioserve.config.table import MAX_MODEL_ID_CHARS, Config, ModelConfig
 
 __all__ = [
+    "MAX_MODEL_ID_CHARS",
     "Config",
     "ModelConfig",
     "SettingInfo",
     "check_model_file",
+    "explain",
     "load_config",
     "settings",
     "settings_by_flag",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-__all__ = ["SettingInfo", "describe", "settings", "settings_by_flag"]
+__all__ = ["Scope", "SettingInfo", "describe", "settings", "settings_by_flag"]
 
 Scope = Literal["server", "model"]
 _KINDS = {"integer": "integer", "boolean": "boolean", "array": "list"}
@@ -27,7 +27,7 @@ class SettingInfo:
     Arguments:
         name: its key in a file; the environment variable and the flag follow from it.
         scope: ``server``, or ``model`` for a key of a ``[[models]]`` entry.
-        kind: integer, boolean, choice, path, text, ``text or @file``, or list (of texts).
+        kind: integer, boolean, choice, path, text, ``text or @file``, list (of texts), or ``list of paths``.
         nullable: whether null is a value.
         default: its default in words: ``8080``, ``false``, ``the file's stem``; empty where it is required.
         range: what it may be: ``1..16``, ``auto, on, off``; empty where nothing bounds it.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from trioserve.config.description import settings, settings_by_flag
+from trioserve.config.description import Scope, settings, settings_by_flag
+from trioserve.config.explanation import explain, shown_value
 from trioserve.config.model_files import embedded_model_path
 from trioserve.config.sources import (
     ENV_CONFIG,
@@ -30,7 +31,6 @@ __all__ = ["load_config"]
 EMBEDDED_ID = "smollm2"
 EMBEDDED_SLOTS = 4
 _ONE_MODEL_ONLY = ("id", "chat_template")
-_SHOWN_CHARS = 80
 
 
 def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Config:
@@ -69,7 +69,7 @@ def _model_entries(entries: tuple[Entry, ...], overrides: dict[str, Given]) -> l
     named = overrides.pop("path", None)
     if named is not None and entries:
         place = entries[0].origin.partition(" in ")[2]
-        raise config_error(f"model: {_shown(named.value)} is given, and {place} has [[models]] too", named.origin)
+        raise config_error(f"model: {shown_value(named.value)} is given, and {place} has [[models]] too", named.origin)
     if named is not None:
         entries = (Entry({"path": named}, named.origin),)
     elif not entries:
@@ -92,7 +92,7 @@ def _build_model(entry: Entry) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values, context={"read_files": True})
     except ValidationError as error:
-        raise _explained(error, ModelConfig, entry.values, entry.origin) from None
+        raise _explained(error, "model", entry.values, entry.origin) from None
 
 
 def _build_config(given: Mapping[str, Given], models: tuple[ModelConfig, ...]) -> Config:
@@ -100,7 +100,7 @@ def _build_config(given: Mapping[str, Given], models: tuple[ModelConfig, ...]) -
     try:
         config = Config.model_validate({**values, "models": models})
     except ValidationError as error:
-        raise _explained(error, Config, given, "not given") from None
+        raise _explained(error, "server", given, "not given") from None
     for info in settings():
         path = getattr(config, info.name) if info.scope == "server" and info.kind == "path" else None
         if path is not None and not path.is_file():
@@ -108,25 +108,9 @@ def _build_config(given: Mapping[str, Given], models: tuple[ModelConfig, ...]) -
     return config
 
 
-def _explained(
-    error: ValidationError, table: type[BaseModel], given: Mapping[str, Given], fallback: str
-) -> ConfigError:
+def _explained(error: ValidationError, scope: Scope, given: Mapping[str, Given], fallback: str) -> ConfigError:
     """Return the first problem of a validation as one sentence: setting, value, limit, origin."""
-    # A default that could not be computed is only the echo of another field's error.
-    first = next(detail for detail in error.errors() if detail["type"] != "default_factory_not_called")
-    name = str(first["loc"][0])
-    origin = given[name].origin if name in given else fallback
-    if name == "models":
-        return ConfigError(f"models: {first['ctx']['error']}")
-    if first["type"] == "missing":
-        return config_error(f"{name}: is required", origin)
-    if first["type"] == "value_error":
-        return config_error(f"{name}: {first['ctx']['error']}", origin)
-    scope = "model" if table is ModelConfig else "server"
-    info = next(info for info in settings() if (info.name, info.scope) == (name, scope))
-    return config_error(f"{name}: {_shown(first['input'])} is not {info.expected}", origin)
-
-
-def _shown(value: object) -> str:
-    text = repr(str(value)) if isinstance(value, Path) else repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    problem = explain(error, scope)
+    if problem.name == "models":
+        return ConfigError(problem.text)
+    return config_error(problem.text, given[problem.name].origin if problem.name in given else fallback)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trioserve.config.description import SettingInfo, settings, settings_by_flag
-from trioserve.config.table import TEXT_OR_FILE
+from trioserve.config.table import PATHS, TEXT_OR_FILE
 from trioserve.errors import ConfigError
 from trioserve.logs import one_line
 
@@ -95,7 +95,7 @@ def parse_text(info: SettingInfo, text: str) -> object:
         return int(word) if _INTEGER.fullmatch(word) else text
     if info.kind == "choice":
         return word if word in info.choices else text
-    if info.kind == "list":
+    if info.kind in {"list", PATHS}:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
 
@@ -224,4 +224,6 @@ def _beside_file(info: SettingInfo, value: object, folder: Path) -> object:
         return str(folder / value)
     if info.kind == TEXT_OR_FILE and isinstance(value, str) and value.startswith("@") and len(value) > 1:
         return f"@{folder / value[1:]}"
+    if info.kind == PATHS and isinstance(value, list):
+        return tuple(str(folder / item) if isinstance(item, str) and item else item for item in value)
     return tuple(value) if info.kind == "list" and isinstance(value, list) else value

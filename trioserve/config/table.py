@@ -23,6 +23,7 @@ MAX_TEMPLATE_BYTES = 2**20
 DEFAULT_UBATCH = 512
 QUANTISED_KV_DTYPES = frozenset({"q8_0", "q4_0"})
 TEXT_OR_FILE = "text or @file"
+PATHS = "list of paths"
 
 
 def _checked_path(value: object) -> object:
@@ -128,6 +129,11 @@ class ModelConfig(BaseModel):
     )
     mmap: bool = Field(default=True, description="Map the model's file into memory instead of reading it whole.")
     mlock: bool = Field(default=False, description="Keep the weights from being swapped out.")
+    keep_alive_ms: Milliseconds | None = Field(
+        default=None,
+        description="Unload the model when it was unused for so many milliseconds; 0 keeps it.",
+        json_schema_extra={"default_text": "server's"},
+    )
     busy_timeout_ms: Milliseconds | None = Field(
         default=None,
         description="Longest wait for a slot of this model, in milliseconds; the server's bound holds as well, and the "
@@ -207,6 +213,30 @@ class Config(BaseModel):
     )
     max_request_body_bytes: Annotated[int, Field(ge=1, le=MAX_INT)] = Field(
         default=33_554_432, description="Largest body of a request, in bytes; a larger one is refused with status 413."
+    )
+    management: bool = Field(
+        default=False,
+        description="Serve the routes that load, reconfigure and unload models; otherwise they answer 403.",
+    )
+    model_roots: tuple[FilePath, ...] = Field(
+        default=(),
+        strict=False,
+        description="Folders from which a load request may name files. Without any, it may only name files that "
+        "registered models have already.",
+        json_schema_extra={"default_text": "none", "kind": PATHS},
+    )
+    max_loaded_models: Count = Field(
+        default=0,
+        description="Most models that are loaded at once; for one more, the idle model that was unused longest is "
+        "unloaded. 0 means no bound.",
+    )
+    idle_unload_ms: Milliseconds = Field(
+        default=0, description="Unload models that were unused for so many milliseconds; 0 keeps them."
+    )
+    min_free_memory_mb: Count = Field(
+        default=0,
+        description="Refuse a load whose estimated need would leave less free memory than this, in MiB; 0 refuses "
+        "none.",
     )
     certfile: FilePath | None = Field(
         default=None,

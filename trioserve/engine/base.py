@@ -208,8 +208,32 @@ class Weights(Protocol):
         ...
 
 
+class ModelFile(Protocol):
+    """What a file says about itself before it is loaded.
+
+    Attributes:
+        architecture: the engine's name of the model family.
+        n_ctx_train: context length the model was trained for, in tokens; 0 where it doesn't say.
+    """
+
+    architecture: str
+    n_ctx_train: int
+
+    def memory(self, options: SessionOptions, slots: int) -> int:
+        """Estimate the bytes that so many sessions take, weights included."""
+        ...
+
+
 class Engine(Protocol):
     """Where weights come from."""
+
+    def inspect(self, path: Path) -> ModelFile:
+        """Read a file's header; nothing is loaded.
+
+        Raises:
+            LoadFailure: the file is no GGUF, damaged or truncated.
+        """
+        ...
 
     def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> Weights:
         """Load a GGUF file.

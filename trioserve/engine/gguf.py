@@ -2,7 +2,7 @@
 
 What a file says about itself can be checked before anything live is touched: its architecture, its context length, and
 the types and sizes of its tensors. Format: the GGUF specification of the ggml project, versions 2 and 3, little-endian.
-Values of long arrays (the vocabulary) are skipped, so a header costs milliseconds whatever the size of the model.
+Long arrays (the vocabulary) are skipped, so a header costs milliseconds whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ VERSIONS = (2, 3)
 
 # Bounds on what a header may claim; a damaged or hostile file must not make us allocate.
 MAX_ENTRIES = 1 << 20
-MAX_STRING = 1 << 26
+MAX_TEXT = 1 << 26  # bytes of all texts that are kept
+MAX_SKIPPED = 1 << 22  # texts and arrays inside of arrays, all together
+MAX_KEPT = 1 << 12  # numbers of an array that is kept
 MAX_DIMENSIONS = 4
 MAX_NESTING = 4
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_INTEGERS = (0, 1, 2, 3, 4, 5, 10, 11)
 _STRING, _ARRAY = 8, 9
 
 # Of each ggml type: elements in a block, bytes of a block.
@@ -33,10 +36,10 @@ _BLOCKS = {
     10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
     16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82),
     23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
-    34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36),
+    34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18),
 }  # fmt: skip
 
-Scalar = int | float | bool | str
+Value = int | float | bool | str | tuple[int, ...]
 
 
 class HeaderError(ValueError):
@@ -64,12 +67,12 @@ class Header:
     """What a GGUF file says about itself.
 
     Attributes:
-        metadata: scalars and strings by key; of an array, its length.
+        metadata: numbers, texts and short arrays of integers by key; of any other array, its length.
         tensors: in file order.
         file_size: bytes of the whole file.
     """
 
-    metadata: Mapping[str, Scalar]
+    metadata: Mapping[str, Value]
     tensors: tuple[Tensor, ...]
     file_size: int
 
@@ -84,9 +87,14 @@ class Header:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def number(self, key: str, default: int = 0) -> int:
-        """An integer of the architecture's own, by its key without the architecture's prefix."""
+        """An integer of the architecture's own, by its key without the architecture's prefix.
+
+        Of one that is given for each layer, the largest. What is no integer, or negative, counts as not given.
+        """
         value = self.metadata.get(f"{self.architecture}.{key}", default)
-        return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
+        if isinstance(value, tuple):
+            value = max(value, default=default)
+        return value if isinstance(value, int) and value >= 0 else default
 
 
 def read_header(path: Path) -> Header:
@@ -104,6 +112,8 @@ class _Reader:
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
         self._size = size
+        self._text_left = MAX_TEXT
+        self._skipped = 0
 
     def header(self) -> Header:
         if self._take(4) != MAGIC:
@@ -112,7 +122,7 @@ class _Reader:
         if version not in VERSIONS:
             raise HeaderError(f"its version is {version}; versions 2 and 3 are known")
         n_tensors, n_entries = self._count("tensors"), self._count("metadata entries")
-        metadata = {}
+        metadata: dict[str, Value] = {}
         for _ in range(n_entries):
             key = self._text()
             metadata[key] = self._value(self._number("<I"))
@@ -140,36 +150,50 @@ class _Reader:
 
     def _text(self) -> str:
         length = self._number("<Q")
-        if length > min(MAX_STRING, self._size):
+        if length > min(self._text_left, self._size):
             raise HeaderError(f"it claims a text of {length} bytes")
+        self._text_left -= length
         return self._take(length).decode("utf-8", "replace")
 
-    def _value(self, kind: int) -> Scalar:
+    def _value(self, kind: int) -> Value:
         if kind == _STRING:
             return self._text()
         if kind == _ARRAY:
-            return self._skip_array()
+            return self._array()
         form = _SCALARS.get(kind)
         if form is None:
             raise HeaderError(f"it has a metadata value of the unknown type {kind}")
-        value: Scalar = struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        value: Value = struct.unpack(form, self._take(struct.calcsize(form)))[0]
         return value
 
-    def _skip_array(self, depth: int = 0) -> int:
+    def _array(self) -> Value:
+        kind, length = self._array_head(0)
+        if kind in _INTEGERS and length <= MAX_KEPT:
+            form = f"<{length}{_SCALARS[kind][1]}"
+            return struct.unpack(form, self._take(struct.calcsize(form)))
+        self._skip_array(kind, length, 0)
+        return length
+
+    def _array_head(self, depth: int) -> tuple[int, int]:
         kind, length = self._number("<I"), self._number("<Q")
         if length > self._size or depth >= MAX_NESTING:
-            raise HeaderError(f"it claims an array of {length} values")
+            raise HeaderError(f"it claims an array of {length} values, {depth} arrays deep")
+        return kind, length
+
+    def _skip_array(self, kind: int, length: int, depth: int) -> None:
         if kind in _SCALARS:
             self._skip(length * struct.calcsize(_SCALARS[kind]))
-            return length
+            return
         if kind not in (_STRING, _ARRAY):
             raise HeaderError(f"it has an array of the unknown type {kind}")
+        self._skipped += length
+        if self._skipped > MAX_SKIPPED:
+            raise HeaderError(f"it claims arrays of {self._skipped} texts")
         for _ in range(length):
             if kind == _STRING:
                 self._skip(self._number("<Q"))
             else:
-                self._skip_array(depth + 1)
-        return length
+                self._skip_array(*self._array_head(depth + 1), depth + 1)
 
     def _skip(self, count: int) -> None:
         if self._file.tell() + count > self._size:
@@ -189,7 +213,7 @@ class _Reader:
             raise HeaderError(f"a row of its tensor {name!r} has {shape[0]} elements, which its type can't hold")
         return Tensor(name, shape, kind, offset)
 
-    def _check_extent(self, metadata: Mapping[str, Scalar], tensors: tuple[Tensor, ...]) -> None:
+    def _check_extent(self, metadata: Mapping[str, Value], tensors: tuple[Tensor, ...]) -> None:
         """Every tensor's data must lie inside the file."""
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):

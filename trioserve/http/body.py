@@ -13,8 +13,12 @@ from trioserve.errors import InvalidRequestError, UnsupportedMediaTypeError
 _INLINE_BYTES = 256 * 1024  # larger bodies are decoded in a thread, so that they don't hold up the event loop
 
 
-async def read_json(request: Request) -> dict[str, object]:
+async def read_json(request: Request, *, optional: bool = False) -> dict[str, object]:
     """Return the body as a JSON object.
+
+    Arguments:
+        request: its body was not read yet.
+        optional: take no body at all for an empty object.
 
     Raises:
         UnsupportedMediaTypeError: it is declared as something else.
@@ -22,6 +26,8 @@ async def read_json(request: Request) -> dict[str, object]:
     """
     _check_media_type(request)
     data: bytes = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+    if optional and not data:
+        return {}
     if len(data) <= _INLINE_BYTES:
         return decode_object(data)
     return await trio.to_thread.run_sync(decode_object, data)

@@ -17,7 +17,7 @@ logger = logging.getLogger("trioserve.http")
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
-_STATUS_ROUTES = ("/health", "/v1/models")
+_STATUS_ROUTES = ("/health", "/v1/models", "/v1/slots")
 
 
 class Guard:

@@ -6,9 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from quart import Response
+
 from trioserve.errors import TrioserveError
 from trioserve.runtime.model import ModelStatus
 from trioserve.service import Done, Generation, Usage
+from trioserve.service.status import SlotStatus
 
 _SEPARATORS = (",", ":")
 
@@ -21,6 +24,11 @@ def dumps(value: object) -> bytes:
 def error_body(error: TrioserveError) -> bytes:
     """The error object that every route answers with."""
     return dumps({"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}})
+
+
+def response(value: object, status: int = 200) -> Response:
+    """A JSON response."""
+    return Response(dumps(value), status=status, content_type="application/json")
 
 
 def usage(counts: Usage) -> dict[str, int]:
@@ -46,6 +54,20 @@ def model(status: ModelStatus) -> dict[str, object]:
         "queued_requests": status.queued_requests,
         "max_parallel_slots": status.max_parallel_slots,
         "n_ctx": status.n_ctx,
+    }
+
+
+def slot(status: SlotStatus) -> dict[str, object]:
+    """One slot of ``GET /v1/slots``."""
+    return {
+        "model": status.model,
+        "slot": status.slot,
+        "state": status.state,
+        "request_id": status.request_id,
+        "phase": status.phase,
+        "age_ms": None if status.age is None else round(1000 * status.age, 1),
+        "prompt_tokens": status.prompt_tokens,
+        "completion_tokens": status.completion_tokens,
     }
 
 

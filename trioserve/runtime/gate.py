@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import trio
 
@@ -22,31 +23,48 @@ class Gate:
         self._admission = admission
         self._waiting: dict[Ticket, trio.Event] = {}
 
-    async def pass_through(self, ticket: Ticket) -> None:
-        """Wait until the ticket is granted. Not a checkpoint when it is granted at once.
+    def enter(self, ticket: Ticket) -> None:
+        """Take a place in the queue, at once. ``granted`` or ``withdraw`` follows.
+
+        Raises:
+            ServerBusyError: turned away on arrival.
+        """
+        self._admission.enter(ticket, trio.current_time())
+        self._waiting[ticket] = trio.Event()
+        self._assign()
+
+    async def granted(self, ticket: Ticket) -> None:
+        """Wait until a ticket that has entered is granted. Not a checkpoint when it is granted already.
 
         Cancellation, at any moment, takes the ticket back and lets the next ones move up.
 
         Raises:
-            ServerBusyError: turned away on arrival, or not granted within the ticket's wait.
+            ServerBusyError: not granted within the ticket's wait.
         """
-        self._admission.enter(ticket, trio.current_time())
-        self._assign()
-        if ticket.granted:
-            return
-        event = self._waiting[ticket] = trio.Event()
+        event = self._waiting[ticket]
         try:
-            with trio.move_on_after(math.inf if ticket.wait is None else ticket.wait):
-                await event.wait()
+            if not ticket.granted:
+                with trio.move_on_after(math.inf if ticket.wait is None else ticket.wait):
+                    await event.wait()
             if not ticket.granted:
                 assert ticket.wait is not None, "only a bounded wait ends without a grant"
                 raise ServerBusyError(f"no slot came free within {ticket.wait * 1000:.0f} ms (busy_timeout_ms)")
         except BaseException:
-            self._admission.withdraw(ticket)
-            self._assign()
+            self.withdraw(ticket)
             raise
         finally:
             self._waiting.pop(ticket, None)
+
+    async def pass_through(self, ticket: Ticket) -> None:
+        """Enter and wait for the grant; see ``enter`` and ``granted`` for the errors."""
+        self.enter(ticket)
+        await self.granted(ticket)
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Take a ticket back, wherever it stands; those behind it move up."""
+        self._waiting.pop(ticket, None)
+        self._admission.withdraw(ticket)
+        self._assign()
 
     def release(self, ticket: Ticket) -> None:
         """Return what was granted; the next in the queue get it in this same step.
@@ -64,6 +82,10 @@ class Gate:
     def statistics(self) -> AdmissionStatistics:
         """Return one consistent moment of queue and leases."""
         return self._admission.statistics()
+
+    def leases(self) -> Mapping[int, float]:
+        """Return the leased slots, and since when each is."""
+        return self._admission.leases()
 
     @property
     def idle(self) -> bool:

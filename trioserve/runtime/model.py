@@ -1,28 +1,31 @@
-"""One registered model: its state, its gate, its pool, and the nursery they live in."""
+"""One registered model: who may use it when, and what becomes of it."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import trio
 
-from trioserve.config import ModelConfig, check_model_file
-from trioserve.errors import ModelLoadError, TrioserveError
+from trioserve.config import ModelConfig
+from trioserve.engine.base import Engine
+from trioserve.errors import InvalidModelError
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.gate import Gate
 from trioserve.runtime.lease import Lease
-from trioserve.runtime.pool import Pool, serve_pool
+from trioserve.runtime.loader import Loader, LoadProgress, inspect
+from trioserve.runtime.pool import Pool, same_pool, session_options, tried_out
+from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.admission import Admission, Kind, Ticket
-from trioserve.scheduling.lifecycle import MODEL, ModelEvent, ModelState, advance
+from trioserve.scheduling.lifecycle import ModelEvent, ModelState
+from trioserve.scheduling.residency import Resident
 
 logger = logging.getLogger("trioserve.model")
-
-LoadProgress = Callable[[str, float], None]
-"""Told a model's id and how much of it is loaded, from 0 to 1, in the loading thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class ModelStatus:
         queued_requests: waiting for a slot.
         max_parallel_slots: what the loaded model can have; None while it is unloaded.
         n_ctx: tokens of context of each slot; None while it is unloaded.
+        leased: the time since which each leased slot has been, in seconds on Trio's clock.
     """
 
     id: str
@@ -48,6 +52,7 @@ class ModelStatus:
     queued_requests: int
     max_parallel_slots: int | None
     n_ctx: int | None
+    leased: Mapping[int, float]
 
     @property
     def loaded(self) -> bool:
@@ -55,73 +60,53 @@ class ModelStatus:
         return self.state is ModelState.READY
 
 
-class _LoadAttempt:
-    """One load that any number of requests wait for."""
+@dataclass(frozen=True, eq=False)
+class House:
+    """What all models of a process share.
 
-    def __init__(self) -> None:
-        self._settled = trio.Event()
-        self._error: TrioserveError | None = None
-        self._pool: Pool | None = None
+    Attributes:
+        engine: asked about files.
+        cache: where weights come from.
+        cores: shared out among whatever decodes.
+        residency: makes room before loads.
+        max_queued: requests that may wait for one model, where it sets no bound of its own.
+        idle_unload: seconds after which an unused model is unloaded, where it sets none; 0 is never.
+        progress: told of loads.
+    """
 
-    def settle(self, outcome: Pool | TrioserveError) -> None:
-        """Tell everybody who waits."""
-        if isinstance(outcome, Pool):
-            self._pool = outcome
-        else:
-            self._error = outcome
-        self._settled.set()
-
-    async def wait(self) -> Pool:
-        """Return the pool.
-
-        Raises:
-            ModelLoadError, InvalidModelError: what the load failed with.
-        """
-        await self._settled.wait()
-        if self._error is not None:
-            # A fresh one for each waiter: a raised exception collects its raiser's traceback.
-            raise type(self._error)(self._error.message, param=self._error.param)
-        assert self._pool is not None, "a settled attempt has a pool or an error"
-        return self._pool
+    engine: Engine
+    cache: WeightsCache
+    cores: Cores
+    residency: Residency
+    max_queued: int
+    idle_unload: float = 0
+    progress: LoadProgress | None = None
 
 
 class Model:
     """A registration and whatever is loaded for it. ``run`` is its life.
 
+    Requests come through ``admit``. Everything that changes the model (``reconfigure``, ``unload``) takes its turn
+    among them and then has the whole of it.
+
     Arguments:
         config: of the model.
-        cache: where weights come from.
-        cores: shared by all models of the process.
-        max_queued: requests that may wait for a slot.
-        progress: told of loads.
+        house: shared with the other models.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        cache: WeightsCache,
-        cores: Cores,
-        *,
-        max_queued: int,
-        progress: LoadProgress | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, house: House) -> None:
         self.config = config
         self.created = int(time.time())
-        self._cache = cache
-        self._cores = cores
-        self._progress = progress
-        self._gate = Gate(Admission(config.slots, max_queued))
-        self._state = ModelState.UNLOADED
-        self._pool: Pool | None = None
-        self._retire = trio.Event()
-        self._gone = trio.Event()
-        self._attempt: _LoadAttempt | None = None
+        self._house = house
+        self._loader = Loader(house.engine, house.cache, house.cores, house.progress, self._note_use)
+        self._gate = Gate(Admission(config.slots, self._max_queued(config)))
         self._nursery: trio.Nursery | None = None
-        self._closing = False  # written by the event loop, read by a loading thread
-        self.was_ready = False
+        self._last_used = trio.current_time()
+        self._changed = trio.Event()
+        self._unloaded = trio.Event()
 
     def __repr__(self) -> str:
-        return f"<Model {self.id!r} {self._state} {self._gate.statistics()}>"
+        return f"<Model {self.id!r} {self._loader.state} {self._gate.statistics()}>"
 
     @property
     def id(self) -> str:
@@ -131,13 +116,20 @@ class Model:
     @property
     def pool(self) -> Pool | None:
         """The published pool, where there is one."""
-        return self._pool
+        return self._loader.pool
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it has been loaded at least once."""
+        return self._loader.was_ready
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the nursery of loads, pools and slots until cancelled."""
         async with trio.open_nursery() as self._nursery:
             task_status.started()
-            await trio.sleep_forever()
+            await self._retire_when_idle()
+
+    # -- requests
 
     async def admit(self, wait: float | None) -> Lease:
         """Wait for a slot.
@@ -155,6 +147,7 @@ class Model:
     def take_back(self, ticket: Ticket) -> None:
         """Return a lease's slot. Only ``Lease.release`` calls this."""
         self._gate.release(ticket)
+        self._note_use()
 
     async def ensure_loaded(self) -> Pool:
         """Return the pool, loading the model first where that has to be. All callers share one load.
@@ -165,15 +158,44 @@ class Model:
         Raises:
             ModelLoadError: the load failed.
             InvalidModelError: the file or its options are wrong.
+            ServerBusyError: too many models are loaded, and too few of them are idle.
+            InsufficientMemoryError: it would leave too little memory free.
         """
-        if self._pool is not None:
-            return self._pool
-        if self._attempt is None:
-            self._attempt = _LoadAttempt()
-            self._advance(ModelEvent.LOAD_STARTED)
-            assert self._nursery is not None, "models run before they are used"
-            self._nursery.start_soon(self._load, self._attempt)
-        return await self._attempt.wait()
+        if self._loader.pool is not None:
+            return self._loader.pool
+        return await self._load(ModelEvent.LOAD_STARTED)
+
+    # -- management
+
+    async def reconfigure(self, config: ModelConfig, wait: float | None = None) -> None:
+        """Load the model with a configuration, in its turn.
+
+        The configuration is tried before the model's turn comes: while a live pool serves on, and before anything of it
+        is touched. A configuration that is refused changes nothing.
+
+        Arguments:
+            config: for the same id.
+            wait: seconds that the caller may wait for its turn.
+
+        Raises:
+            InvalidModelError: the file or its options are wrong; nothing was changed.
+            ModelLoadError: before the commit: it was tried and failed, nothing was changed. After it: the load failed,
+                the new configuration is registered and unloaded, and the next request tries again.
+            ServerBusyError, InsufficientMemoryError: no turn within the wait; or no room, like a failed load.
+        """
+        async with AsyncExitStack() as trial:
+            if self._loader.pool is not None and not same_pool(config, self.config):
+                await self._try_out(config, trial)
+            # Threads that look and try are waited for; a caller who left meanwhile wants nothing changed.
+            await trio.lowlevel.checkpoint_if_cancelled()
+            ticket = Ticket(Kind.MANAGER, wait)
+            await self._gate.pass_through(ticket)
+            try:
+                await self._loader.settle()
+                await self._commit(config)
+            finally:
+                self._gate.release(ticket)
+                self._note_use()
 
     async def unload(self, wait: float | None = None) -> None:
         """Let earlier work finish, then free the pool. Without effect on an unloaded model.
@@ -182,96 +204,147 @@ class Model:
             wait: seconds that the caller may wait for its turn.
 
         Raises:
-            ServerBusyError: the whole model could not be had within that time.
+            ServerBusyError: no turn within that time.
+        """
+        await self.finish_unload(self.begin_unload(wait))
+
+    def begin_unload(self, wait: float | None = None) -> Ticket:
+        """Raise the barrier of an unload, at once: who comes later waits behind it.
+
+        Returns:
+            A ticket for ``finish_unload`` or ``cancel_unload``.
+
+        Raises:
+            ServerBusyError: turned away on arrival.
         """
         ticket = Ticket(Kind.MANAGER, wait)
-        await self._gate.pass_through(ticket)
+        self._gate.enter(ticket)
+        return ticket
+
+    def cancel_unload(self, ticket: Ticket) -> None:
+        """Take the barrier down again, before ``finish_unload``."""
+        self._gate.withdraw(ticket)
+
+    async def finish_unload(self, ticket: Ticket) -> None:
+        """Wait for an unload's turn and carry it out; see ``unload``."""
+        await self._gate.granted(ticket)
         try:
-            await self._settle_load()
-            if self._pool is not None:
-                await self._tear_down()
+            await self._loader.settle()
+            if self._loader.pool is not None:
+                await self._unload()
         finally:
             self._gate.release(ticket)
+            self._note_use()
+
+    async def try_unload(self) -> bool:
+        """Unload if nobody holds or waits for anything, and say whether that was done. Never waits for others."""
+        if self._loader.state is not ModelState.READY or not self._gate.idle:
+            return False
+        await self.unload(wait=0)
+        return True
+
+    async def wait_unloaded(self) -> None:
+        """Return when the model is not being unloaded."""
+        if self._loader.state is ModelState.UNLOADING:
+            await self._unloaded.wait()
 
     async def close(self) -> None:
         """Unload for good; a load that is under way is given up. Nobody may ask for leases any more."""
-        self._closing = True
+        self._loader.give_up()
         await self.unload()
+
+    # -- status
 
     def status(self) -> ModelStatus:
         """Return one consistent moment."""
-        statistics = self._gate.statistics()
-        pool = self._pool
+        statistics, pool = self._gate.statistics(), self._loader.pool
         return ModelStatus(
             id=self.id,
             created=self.created,
-            state=self._state,
+            state=self._loader.state,
             slots=statistics.slots,
             active_slots=statistics.active,
             queued_requests=statistics.queued,
             max_parallel_slots=pool.weights.max_sessions if pool else None,
             n_ctx=pool.n_ctx if pool else None,
+            leased=self._gate.leases(),
         )
 
-    def _advance(self, event: ModelEvent) -> None:
-        self._state = advance(MODEL, self._state, event)
+    def resident(self) -> Resident | None:
+        """How the model takes part in the choice of what may stay loaded."""
+        if self._loader.state is ModelState.UNLOADED:
+            return None
+        state = self._loader.state
+        idle = state is ModelState.READY and self._gate.idle
+        return Resident(self.id, idle, self._last_used, self._loader.nbytes, leaving=state is ModelState.UNLOADING)
 
-    async def _load(self, attempt: _LoadAttempt) -> None:
-        """Make one attempt to load, and tell everybody who waits for it."""
-        started = trio.current_time()
-        try:
-            check_model_file(self.config.path)
-            self._retire, self._gone = trio.Event(), trio.Event()
-            assert self._nursery is not None, "loads run in the model's nursery"
-            pool: Pool = await self._nursery.start(self._serve)
-        except TrioserveError as error:
-            logger.error("model %s failed to load: %s", self.id, error)
-            self._finish_attempt(attempt, ModelEvent.LOAD_FAILED, error)
-        except Exception:
-            logger.exception("model %s failed to load", self.id)
-            self._finish_attempt(attempt, ModelEvent.LOAD_FAILED, ModelLoadError(f"{self.id} could not be loaded"))
-        except BaseException:
-            # The model itself is being ended. Whoever waits for this load, maybe behind a shield, must hear of it.
-            self._finish_attempt(attempt, ModelEvent.LOAD_FAILED, ModelLoadError(f"the load of {self.id} was given up"))
-            raise
+    # -- how
+
+    async def _load(self, event: ModelEvent) -> Pool:
+        assert self._nursery is not None, "models run before they are used"
+        return await self._loader.attempt(self._nursery, self.config, self._make_room, event).wait()
+
+    async def _make_room(self, nbytes: int) -> None:
+        await self._house.residency.make_room(self, nbytes)
+
+    async def _try_out(self, config: ModelConfig, trial: AsyncExitStack) -> None:
+        """See that a configuration can be loaded, beside the live one where the memory allows that."""
+        file = await inspect(self._house.engine, config)
+        if self._house.residency.has_room_for(file.memory(session_options(config, file.n_ctx_train), slots=1)):
+            await trial.enter_async_context(tried_out(config, self._house.cache))
+
+    async def _commit(self, config: ModelConfig) -> None:
+        """Replace what is loaded, with the whole model held."""
+        if self._loader.pool is None:
+            await self._load_with(config)
+        elif same_pool(config, self.config):
+            self._adopt(config)
         else:
-            self._pool, self.was_ready = pool, True
-            fields = {"slots": len(pool.slots), "n_ctx": pool.n_ctx, "seconds": round(trio.current_time() - started, 2)}
-            logger.info("model %s is ready", self.id, extra={"fields": fields})
-            self._finish_attempt(attempt, ModelEvent.LOAD_SUCCEEDED, pool)
+            self._loader.advance(ModelEvent.RECONFIGURE_STARTED)
+            await self._loader.retire()
+            # The point of no return: the old pool is gone.
+            self._adopt(config)
+            await self._load(ModelEvent.RECONFIGURE_COMMITTED)
 
-    def _finish_attempt(self, attempt: _LoadAttempt, event: ModelEvent, outcome: Pool | TrioserveError) -> None:
-        self._advance(event)
-        self._attempt = None
-        attempt.settle(outcome)
-
-    async def _serve(self, *, task_status: trio.TaskStatus[Pool]) -> None:
+    async def _load_with(self, config: ModelConfig) -> None:
+        """Load an unloaded model with a configuration; one that is refused leaves the old one."""
+        await inspect(self._house.engine, config)
+        before = self.config
+        self._adopt(config)
         try:
-            await serve_pool(
-                self.config, self._cache, self._cores, self._retire, self._note_progress, task_status=task_status
-            )
-        finally:
-            self._gone.set()
+            await self._load(ModelEvent.LOAD_STARTED)
+        except InvalidModelError:
+            self._adopt(before)
+            raise
 
-    def _note_progress(self, fraction: float) -> bool:
-        """Called in the loading thread."""
-        if self._progress is not None:
-            self._progress(self.id, fraction)
-        return not self._closing
+    def _adopt(self, config: ModelConfig) -> None:
+        self.config = config
+        self._gate.resize(config.slots, self._max_queued(config))
 
-    async def _settle_load(self) -> None:
-        """Wait for a load that nobody's lease waits for any more."""
-        while self._attempt is not None:
-            try:
-                await self._attempt.wait()
-            except TrioserveError:
-                return
-
-    async def _tear_down(self) -> None:
-        self._advance(ModelEvent.UNLOAD_STARTED)
-        self._pool = None
-        self._retire.set()
-        with trio.CancelScope(shield=True):
-            await self._gone.wait()
-        self._advance(ModelEvent.UNLOAD_FINISHED)
+    async def _unload(self) -> None:
+        self._loader.advance(ModelEvent.UNLOAD_STARTED)
+        self._unloaded = trio.Event()
+        await self._loader.retire()
+        self._loader.advance(ModelEvent.UNLOAD_FINISHED)
+        self._unloaded.set()
         logger.info("model %s is unloaded", self.id)
+
+    def _max_queued(self, config: ModelConfig) -> int:
+        return self._house.max_queued if config.max_queued_requests is None else config.max_queued_requests
+
+    def _note_use(self) -> None:
+        self._last_used = trio.current_time()
+        self._changed.set()
+
+    async def _retire_when_idle(self) -> None:
+        """Unload whenever the model was unused for as long as it is kept."""
+        while True:
+            self._changed = trio.Event()
+            keep = self._house.idle_unload if self.config.keep_alive_ms is None else self.config.keep_alive_ms / 1000
+            waiting = self._loader.pool is not None and self._gate.idle and keep > 0
+            due = self._last_used + keep if waiting else math.inf
+            with trio.move_on_at(due):
+                await self._changed.wait()
+                continue
+            if await self.try_unload():
+                logger.info("model %s was unused for %g s", self.id, keep)

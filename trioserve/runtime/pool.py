@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,10 @@ from trioserve.runtime.cores import Cores
 from trioserve.runtime.slot import Slot
 from trioserve.runtime.weights_cache import WeightsCache
 
+logger = logging.getLogger("trioserve.model")
+
 DEFAULT_N_CTX = 4096
+_OF_THE_QUEUE = {"lazy", "keep_alive_ms", "busy_timeout_ms", "max_queued_requests"}
 
 
 class _Readers:
@@ -66,6 +70,11 @@ def load_options(config: ModelConfig) -> LoadOptions:
     return LoadOptions(gpu_layers=config.gpu_layers, mmap=config.mmap, mlock=config.mlock)
 
 
+def same_pool(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two configurations make the same pool: they differ in nothing but who waits how long, if at all."""
+    return one.model_dump(exclude=_OF_THE_QUEUE) == other.model_dump(exclude=_OF_THE_QUEUE)
+
+
 def session_options(config: ModelConfig, n_ctx_train: int) -> SessionOptions:
     """What of a model's configuration makes its sessions what they are.
 
@@ -100,29 +109,78 @@ async def open_sessions(
         ModelLoadError: weights or a session could not be made.
     """
     weights = await cache.acquire(config.path, load_options(config), progress)
+    maker = _Maker(weights)
     sessions: list[Session] = []
     try:
-        if config.slots > weights.max_sessions:
-            raise InvalidModelError(
-                f"slots is {config.slots}, but {weights.name} can have {weights.max_sessions} at most", param="slots"
-            )
+        check_capacity(config, weights)
         options = session_options(config, weights.n_ctx_train)
         for index in range(config.slots):
-            session = await _open_session(weights, options, index)
+            session = await maker.open(options, index)
             sessions.append(session)
         yield weights, sessions, options.n_ctx
     finally:
         with trio.CancelScope(shield=True):
             for session in reversed(sessions):
-                await trio.to_thread.run_sync(session.close)
+                await maker.close(session)
             await cache.release(weights)
 
 
-async def _open_session(weights: Weights, options: SessionOptions, index: int) -> Session:
+def check_capacity(config: ModelConfig, weights: Weights) -> None:
+    """See that the model's family can have so many sessions.
+
+    Raises:
+        InvalidModelError: it can't.
+    """
+    if config.slots > weights.max_sessions:
+        raise InvalidModelError(
+            f"slots is {config.slots}, but {weights.name} can have {weights.max_sessions} at most", param="slots"
+        )
+
+
+@contextlib.asynccontextmanager
+async def tried_out(config: ModelConfig, cache: WeightsCache) -> AsyncIterator[None]:
+    """Hold a configuration's weights, after a session over them could be made.
+
+    Weights that are loaded already are reused, and the load that follows within the block reuses these.
+
+    Raises:
+        InvalidModelError: the model can't have that many slots.
+        ModelLoadError: weights or a session could not be made.
+    """
+    weights = await cache.acquire(config.path, load_options(config))
+    maker = _Maker(weights)
     try:
-        return await trio.to_thread.run_sync(weights.open_session, options)
-    except LoadFailure as error:
-        raise ModelLoadError(f"slot {index} of {weights.name} could not be made: {error}") from None
+        check_capacity(config, weights)
+        with trio.CancelScope(shield=True):
+            await maker.close(await maker.open(session_options(config, weights.n_ctx_train), 0))
+        yield
+    finally:
+        with trio.CancelScope(shield=True):
+            await cache.release(weights)
+
+
+class _Maker:
+    """Makes and frees the sessions of one pool, one after another.
+
+    It has a thread of its own: neither another model's load nor anything else in the process can keep it waiting.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def open(self, options: SessionOptions, index: int) -> Session:
+        try:
+            return await trio.to_thread.run_sync(self._weights.open_session, options, limiter=self._limiter)
+        except LoadFailure as error:
+            raise ModelLoadError(f"slot {index} of {self._weights.name} could not be made: {error}") from None
+
+    async def close(self, session: Session) -> None:
+        try:
+            await trio.to_thread.run_sync(session.close, limiter=self._limiter)
+        except Exception:
+            # The other sessions and the weights have to be freed all the same.
+            logger.exception("a session of %s could not be freed", self._weights.name)
 
 
 async def serve_pool(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from trioserve.errors import InvalidRequestError, ModelNotFoundError
 from trioserve.runtime.model import Model
@@ -11,15 +11,24 @@ from trioserve.runtime.model import Model
 class Registry:
     """The registered models, in the order of their registration.
 
-    Arguments:
-        models: with different ids.
+    Registrations are never taken back: a model that isn't wanted is unloaded.
     """
 
-    def __init__(self, models: Iterable[Model]) -> None:
-        self._models = {model.id: model for model in models}
+    def __init__(self) -> None:
+        self._models: dict[str, Model] = {}
 
     def __iter__(self) -> Iterator[Model]:
         return iter(list(self._models.values()))
+
+    def add(self, model: Model) -> None:
+        """Register a model under an id that is free."""
+        if model.id in self._models:
+            raise ValueError(f"{model.id!r} is registered already")
+        self._models[model.id] = model
+
+    def get(self, model_id: str) -> Model | None:
+        """Return the model of that id, if there is one."""
+        return self._models.get(model_id)
 
     def find(self, model_id: str | None) -> Model:
         """Return the model a request names, or the only one where it names none.

@@ -35,16 +35,26 @@ class _Key:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
+    """Weights on their way in, in use, or on their way out.
+
+    Attributes:
+        users: who holds them or waits for their load. The last one to leave frees them; then there is no way back.
+        settled: set at the end of the load, when ``weights`` or ``error`` is there.
+        freed: set when they are gone again.
+    """
+
     users: int
     weights: Weights | None = None
     error: ModelLoadError | None = None
     settled: trio.Event = field(default_factory=trio.Event)
+    freed: trio.Event = field(default_factory=trio.Event)
 
 
 class WeightsCache:
     """Shares weights between whoever asks for the same file with the same options.
 
-    The first one loads, those who come meanwhile wait for that load, and the last one to leave frees. A failed load is
+    The first one loads, those who come meanwhile wait for that load, and the last one to leave frees. Whoever comes
+    while they are being freed waits for the end of that and loads anew: there are never two copies. A failed load is
     forgotten, so the next one to come tries again.
 
     Arguments:
@@ -72,7 +82,8 @@ class WeightsCache:
             key = _Key.of(path, options)
         except OSError as error:
             raise ModelLoadError(f"cannot read {path}: {error.strerror}") from None
-        entry = self._entries.get(key)
+        while (entry := self._entries.get(key)) is not None and entry.users == 0:
+            await entry.freed.wait()
         if entry is None:
             entry = self._entries[key] = _Entry(users=1)
             await self._load(key, entry, path, progress)
@@ -96,9 +107,12 @@ class WeightsCache:
     async def _leave(self, key: _Key, entry: _Entry) -> None:
         entry.users -= 1
         if entry.users == 0 and entry.weights is not None:
-            del self._entries[key], self._keys[id(entry.weights)]
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(entry.weights.close, limiter=self._limiter)
+            del self._keys[id(entry.weights)]
+            try:
+                await _free(entry.weights)
+            finally:
+                del self._entries[key]
+                entry.freed.set()
 
     async def _load(self, key: _Key, entry: _Entry, path: Path, progress: Progress | None) -> None:
         try:
@@ -117,3 +131,13 @@ class WeightsCache:
                 with suppress(KeyError):
                     del self._entries[key]
             entry.settled.set()
+
+
+async def _free(weights: Weights) -> None:
+    """Close weights in a thread of their own, which no load can keep waiting."""
+    with trio.CancelScope(shield=True):
+        try:
+            await trio.to_thread.run_sync(weights.close, limiter=trio.CapacityLimiter(1))
+        except Exception:
+            # Whoever gives weights back can do nothing about it, and has more to free.
+            logger.exception("the weights of %s could not be freed", weights.name)

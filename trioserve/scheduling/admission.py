@@ -146,6 +146,10 @@ class Admission:
             exclusive=self._exclusive is not None,
         )
 
+    def leases(self) -> dict[int, float]:
+        """Return the leased slots, and the time since which each is."""
+        return {slot: ticket.since for slot, ticket in sorted(self._leases.items()) if ticket.since is not None}
+
     @property
     def idle(self) -> bool:
         """Whether nobody holds anything and nobody waits."""

@@ -31,7 +31,6 @@ class Generation:
         self.prompt_tokens = prompt_tokens
         self._job = job
         self._record = record
-        self._completion_tokens = 0
         self._done = False
 
     @property
@@ -69,24 +68,22 @@ class Generation:
         if not isinstance(event, Finished):
             raise EngineError(f"unexpected event {event!r}")
         self._done = True
-        usage = Usage(self.prompt_tokens, self._completion_tokens)
-        self._finish(event, usage)
+        usage = Usage(self.prompt_tokens, self._record.completion_tokens)
+        self._finish(event)
         rest: list[Part] = [TextDelta(event.text)] if event.text else []
         return [*rest, Done(event.reason, usage)]
 
     def _note_token(self) -> None:
-        if self._completion_tokens == 0:
+        if self._record.completion_tokens == 0:
             self._record.advance(RequestEvent.FIRST_TOKEN)
-        self._completion_tokens += 1
-        self._record.fields["completion_tokens"] = self._completion_tokens
+        self._record.completion_tokens += 1
 
-    def _finish(self, event: Finished, usage: Usage) -> None:
+    def _finish(self, event: Finished) -> None:
         job, fields = self._job, self._record.fields
         now = time.perf_counter()
         started = job.started_at or now
         first = job.first_token_at or now
         fields["finish_reason"] = event.reason.value
-        fields["completion_tokens"] = usage.completion_tokens
         fields["prefill_ms"] = round(1000 * (first - started), 1)
         fields["decode_ms"] = round(1000 * (now - first), 1)
         self._record.advance(RequestEvent.FINISHED)

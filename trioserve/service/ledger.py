@@ -48,6 +48,9 @@ class Record:
         self.model = model
         self.phase = RequestPhase.QUEUED
         self.fields: dict[str, object] = {}
+        self.slot: int | None = None
+        self.prompt_tokens: int | None = None
+        self.completion_tokens = 0
         self.scope = trio.CancelScope()
         self._on_close = on_close
         self._entered = time.perf_counter()
@@ -105,7 +108,11 @@ class Record:
 
     def _log(self) -> None:
         total = round(1000 * (time.perf_counter() - self._entered), 1)
-        fields = {"request_id": self.request_id, "model": self.model, **self.fields, "total_ms": total}
+        known = {"slot": self.slot, "prompt_tokens": self.prompt_tokens}
+        counts = {name: value for name, value in known.items() if value is not None}
+        if self.prompt_tokens is not None:
+            counts["completion_tokens"] = self.completion_tokens
+        fields = {"request_id": self.request_id, "model": self.model, **counts, **self.fields, "total_ms": total}
         logger.info("request %s", self.phase.value, extra={"fields": fields})
 
 
@@ -125,6 +132,10 @@ class Ledger:
         if self._idle.is_set():
             self._idle = trio.Event()
         return record
+
+    def under_way(self) -> list[Record]:
+        """Return the requests that are under way."""
+        return list(self._open)
 
     def turn_away(self) -> None:
         """Count a newcomer that was rejected without a record."""

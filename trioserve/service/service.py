@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 
 import trio
 
-from trioserve.config import Config, ModelConfig
+from trioserve.config import Config
 from trioserve.engine.base import Engine
-from trioserve.errors import ShuttingDownError, TrioserveError
+from trioserve.errors import EngineError, ShuttingDownError, TrioserveError
 from trioserve.runtime.cores import Cores
-from trioserve.runtime.model import LoadProgress, Model, ModelStatus
+from trioserve.runtime.loader import LoadProgress
+from trioserve.runtime.model import House, Model, ModelStatus
 from trioserve.runtime.registry import Registry
+from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.admission import effective_wait
 from trioserve.scheduling.lifecycle import PROCESS, ProcessEvent, ProcessPhase, RequestEvent, advance
 from trioserve.scheduling.statistics import DrainReport
 from trioserve.service.generate import Generation
 from trioserve.service.ledger import Ledger, Record, Tally
+from trioserve.service.manage import Management
 from trioserve.service.prepare import Prepared, Preparer
 from trioserve.service.requests import GenerationRequest, describe
+from trioserve.service.status import SlotStatus, slot_statuses
 
 logger = logging.getLogger("trioserve.service")
 
@@ -36,12 +40,20 @@ class Service:
 
     Arguments:
         config: of the server.
+        house: shared by its models.
         registry: of models.
+        nursery: where the models live.
+
+    Attributes:
+        management: loads, reconfigures and unloads models.
     """
 
-    def __init__(self, config: Config, registry: Registry) -> None:
+    def __init__(self, config: Config, house: House, registry: Registry, nursery: trio.Nursery) -> None:
         self.config = config
         self.registry = registry
+        # Models that are registered later neither load by themselves nor make the server unready.
+        self._at_start = [model for model in registry if not model.config.lazy]
+        self.management = Management(config, registry, house, nursery, self.check_accepting)
         self._phase = ProcessPhase.SERVING
         self._ledger = Ledger()
         self._preparer = Preparer()
@@ -57,13 +69,15 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether new work is taken and every model that is loaded at the start has been loaded."""
-        return self._phase is ProcessPhase.SERVING and all(
-            model.was_ready for model in self.registry if not model.config.lazy
-        )
+        return self._phase is ProcessPhase.SERVING and all(model.was_ready for model in self._at_start)
 
     def models(self) -> list[ModelStatus]:
         """Return one consistent moment of all models. Never waits."""
         return [model.status() for model in self.registry]
+
+    def slots(self) -> Sequence[SlotStatus]:
+        """Return one consistent moment of all slots. Never waits."""
+        return slot_statuses(self.models(), self._ledger.under_way(), trio.current_time())
 
     def tally(self) -> Tally:
         """Return the counts of requests since the start."""
@@ -105,8 +119,9 @@ class Service:
             with record.scope:
                 return await self._run(model, request, prepared, record, resources)
             raise ShuttingDownError("the server is shutting down")
-        except TrioserveError as error:
-            record.fail(error)
+        except Exception as error:
+            # Something unforeseen is a failure too: without this it would pass for a client that left.
+            record.fail(error if isinstance(error, TrioserveError) else EngineError("the request failed"))
             raise
 
     @contextlib.asynccontextmanager
@@ -127,7 +142,7 @@ class Service:
         complete = self._ledger.idle
         if not complete:
             await self._cut_off()
-        self._phase = advance(PROCESS, self._phase, ProcessEvent.DRAINED)
+        self._note_drained()
         after = self._ledger.tally()
         return DrainReport(
             finished=after.finished - before.finished,
@@ -152,9 +167,8 @@ class Service:
                 self._start_error = self._start_error or error
 
         async with trio.open_nursery() as nursery:
-            for model in self.registry:
-                if not model.config.lazy:
-                    nursery.start_soon(load, model)
+            for model in self._at_start:
+                nursery.start_soon(load, model)
         self._started.set()
 
     async def wait_started(self) -> None:
@@ -176,6 +190,12 @@ class Service:
         async with trio.open_nursery() as nursery:
             for model in self.registry:
                 nursery.start_soon(model.close)
+        self._note_drained()
+
+    def _note_drained(self) -> None:
+        """Whoever comes first, the end of a drain or of a service that is closed without one."""
+        if self._phase is ProcessPhase.DRAINING:
+            self._phase = advance(PROCESS, self._phase, ProcessEvent.DRAINED)
 
     async def _prepare_early(self, model: Model, request: GenerationRequest) -> Prepared | None:
         """Check a prompt before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""
@@ -198,7 +218,8 @@ class Service:
         # The request may have been cut off in the very moment of its admission, and not yet know.
         await trio.lowlevel.checkpoint_if_cancelled()
         record.advance(RequestEvent.ADMITTED)
-        record.fields.update(slot=lease.slot, queue_ms=round(1000 * (time.perf_counter() - entered), 1))
+        record.slot = lease.slot
+        record.fields["queue_ms"] = round(1000 * (time.perf_counter() - entered), 1)
         pool = await lease.ready()
         if prepared is None or prepared.pool is not pool:
             # What was queued sees the configuration that it is admitted to.
@@ -207,7 +228,7 @@ class Service:
         job = lease.start(pool, prepared.sequence)
         record.advance(RequestEvent.STARTED)
         record.on_cut(lease.fail)
-        record.fields["prompt_tokens"] = prepared.prompt_tokens
+        record.prompt_tokens = prepared.prompt_tokens
         if self.config.log_prompts:
             record.fields["prompt"] = describe(request.prompt)
         return Generation(job, record, model.id, prepared.prompt_tokens)
@@ -250,13 +271,22 @@ async def open_service(
         from trioserve.engine.llama import LlamaEngine  # heavy: not before it is needed
 
         engine = LlamaEngine()
-    cache, cores = WeightsCache(engine), Cores()
-
+    registry = Registry()
+    house = House(
+        engine,
+        WeightsCache(engine),
+        Cores(),
+        Residency(config.max_loaded_models, config.min_free_memory_mb, registry.__iter__),
+        max_queued=config.max_queued_requests,
+        idle_unload=config.idle_unload_ms / 1000,
+        progress=progress,
+    )
     async with trio.open_nursery() as nursery:
-        models = [_registered(config, entry, cache, cores, progress) for entry in config.models]
-        for model in models:
+        for entry in config.models:
+            model = Model(entry, house)
+            registry.add(model)
             await nursery.start(model.run)
-        service = Service(config, Registry(models))
+        service = Service(config, house, registry, nursery)
         nursery.start_soon(service.load_at_start)
         try:
             yield service
@@ -264,10 +294,3 @@ async def open_service(
             with trio.CancelScope(shield=True):
                 await service.close()
             nursery.cancel_scope.cancel()
-
-
-def _registered(
-    config: Config, entry: ModelConfig, cache: WeightsCache, cores: Cores, progress: LoadProgress | None
-) -> Model:
-    max_queued = config.max_queued_requests if entry.max_queued_requests is None else entry.max_queued_requests
-    return Model(entry, cache, cores, max_queued=max_queued, progress=progress)

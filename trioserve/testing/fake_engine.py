@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,9 +40,12 @@ class FakeEngine:
         load_gate: passed by every load.
         session_gate: passed by every making of a session.
         step_gate: passed by every step of every session.
+        close_gate: passed by every closing of a session.
         failing_loads: how many of the next loads fail.
         failing_session: index of the session whose making fails, once, or None.
         failing_step: number of the step, of any sequence, that fails, or None.
+        raising_step: number of the step, of any sequence, that raises, or None.
+        refused: name of a file that is refused when it is inspected, or None.
         closed: names of what was closed, in order.
     """
 
@@ -49,14 +53,22 @@ class FakeEngine:
         self.load_gate = ThreadGate()
         self.session_gate = ThreadGate()
         self.step_gate = ThreadGate()
+        self.close_gate = ThreadGate()
         self.failing_loads = 0
         self.failing_session: int | None = None
         self.failing_step: int | None = None
         self.raising_step: int | None = None
+        self.refused: str | None = None
         self.closed: list[str] = []
         self.loads = 0
         self.max_sessions = max_sessions
         self.answer_tokens = answer_tokens
+
+    def inspect(self, path: Path) -> FakeFile:
+        """Look at nothing, in the manner of an inspection."""
+        if self.refused == path.name:
+            raise LoadFailure("the fake was told to refuse it")
+        return FakeFile()
 
     def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> FakeWeights:
         """Load nothing, in the manner of a load."""
@@ -68,6 +80,17 @@ class FakeEngine:
         if progress is not None and not progress(1.0):
             raise LoadFailure("the load was given up")
         return FakeWeights(self, path.stem)
+
+
+class FakeFile:
+    """Says what a header would say."""
+
+    architecture = "fake"
+    n_ctx_train = 4096
+
+    def memory(self, options: SessionOptions, slots: int) -> int:
+        """A million bytes for the weights and as many for each slot."""
+        return 1_000_000 * (1 + slots)
 
 
 class FakeWeights:
@@ -109,6 +132,7 @@ class _Live:
         self.request = request
         self.text = fake_answer(bytes(request.prompt), room)
         self.given = 0
+        self.ended = False
         self.assembler = TextAssembler(request.stops)
 
 
@@ -128,7 +152,7 @@ class FakeSession:
     def add(self, request: SequenceRequest) -> int:
         """Take a sequence in."""
         room = min(request.max_tokens, self.n_ctx - len(request.prompt))
-        number = len(self._live)
+        number = next(number for number in itertools.count() if number not in self._live)
         self._live[number] = _Live(request, room)
         return number
 
@@ -141,10 +165,11 @@ class FakeSession:
         if self._steps == self._engine.raising_step:
             raise RuntimeError("the fake was told to raise")
         if self._steps == self._engine.failing_step:
-            return [Failed(number, "the fake was told to fail") for number in self._live]
+            return [self._fail(number, live) for number, live in self._live.items() if not live.ended]
         events: list[StepEvent] = []
         for number, live in self._live.items():
-            self._advance(number, live, events)
+            if not live.ended:
+                self._advance(number, live, events)
         return events
 
     def remove(self, sequence: int) -> None:
@@ -163,18 +188,27 @@ class FakeSession:
         self._engine.step_gate.wake()
 
     def close(self) -> None:
-        """Note it."""
+        """Pass the gate and note it."""
+        self._engine.close_gate.wait()
         self._engine.closed.append(self.name)
+
+    def _fail(self, number: int, live: _Live) -> Failed:
+        live.ended = True
+        return Failed(number, "the fake was told to fail")
 
     def _advance(self, number: int, live: _Live, events: list[StepEvent]) -> None:
         limit = self._engine.answer_tokens
         if limit is not None and live.given == limit:
-            events.append(Finished(number, FinishReason.STOP, live.assembler.flush()))
+            self._finish(number, live, FinishReason.STOP, events)
             return
         letter = live.text[live.given]
         live.given += 1
         events.append(Token(number, ord(letter), live.assembler.feed(letter.encode())))
         if live.assembler.stopped:
-            events.append(Finished(number, FinishReason.STOP))
+            self._finish(number, live, FinishReason.STOP, events)
         elif live.given == len(live.text):
-            events.append(Finished(number, FinishReason.LENGTH, live.assembler.flush()))
+            self._finish(number, live, FinishReason.LENGTH, events)
+
+    def _finish(self, number: int, live: _Live, reason: FinishReason, events: list[StepEvent]) -> None:
+        live.ended = True
+        events.append(Finished(number, reason, "" if live.assembler.stopped else live.assembler.flush()))

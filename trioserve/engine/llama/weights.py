@@ -9,6 +9,8 @@ from typing import Any
 import llama_cpp
 
 from trioserve.engine.base import MAX_SLOTS, LoadFailure, LoadOptions, Progress, SessionOptions
+from trioserve.engine.estimate import InspectedFile
+from trioserve.engine.gguf import HeaderError, read_header
 from trioserve.engine.llama.library import captured_errors, start_backend
 from trioserve.engine.llama.session import LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
@@ -62,6 +64,13 @@ class LlamaWeights:
 
 class LlamaEngine:
     """``engine.base.Engine`` over llama.cpp."""
+
+    def inspect(self, path: Path) -> InspectedFile:
+        """Read a file's header; see ``engine.base.Engine.inspect``."""
+        try:
+            return InspectedFile(read_header(path))
+        except (OSError, HeaderError) as error:
+            raise LoadFailure(str(error)) from None
 
     def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> LlamaWeights:
         """Load a GGUF file; see ``engine.base.Engine.load``."""

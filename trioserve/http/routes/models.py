@@ -23,15 +23,15 @@ def register(app: QuartTrio, service: Service) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return _json({"object": "list", "data": [render.model(status) for status in service.models()]})
+        return render.response({"object": "list", "data": [render.model(status) for status in service.models()]})
 
     @app.get("/v1/models/<model_id:model_id>")
     async def one_model(model_id: str) -> Response:
         for status in service.models():
             if status.id == model_id:
-                return _json(render.model(status))
+                return render.response(render.model(status))
         raise ModelNotFoundError(f"the model {model_id[:100]!r} does not exist", param="model")
 
-
-def _json(value: object) -> Response:
-    return Response(render.dumps(value), content_type="application/json")
+    @app.get("/v1/slots")
+    async def slots() -> Response:
+        return render.response({"object": "list", "data": [render.slot(status) for status in service.slots()]})

@@ -147,13 +147,18 @@ def _path(location: tuple[Any, ...]) -> str:
 
 def _plain(item: ErrorDetails) -> str:
     """One problem in plain words, with the limit where there is one."""
-    kind, context = item["type"], item.get("ctx", {})
+    kind, context = item["type"], {name: _as_given(value) for name, value in item.get("ctx", {}).items()}
     if kind == "value_error":
         return str(context["error"])
     words = _WORDS.get(kind)
     if words is None:
         return item["msg"]
     return words.format(**context)
+
+
+def _as_given(limit: object) -> object:
+    """A limit as the schema spells it: pydantic hands the bounds of numbers back as floats."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
 
 
 _WORDS = {
@@ -174,5 +179,7 @@ _WORDS = {
     "less_than": "must be less than {lt}",
     "string_unicode": "must not contain lone surrogates",
     "too_short": "must have {min_length} or more items",
+    "too_long": "must have {max_length} items or fewer",
     "string_too_short": "must have {min_length} or more characters",
+    "string_too_long": "must have {max_length} characters or fewer",
 }

@@ -1,0 +1,126 @@
+"""The estimate of a model's memory against what llama.cpp says that it allocates."""
+
+import logging
+import re
+from collections import defaultdict
+
+import pytest
+from tiny_models import smollm2, tiny_model
+
+from trioserve.config import ModelConfig
+from trioserve.engine.base import LoadOptions, SessionOptions
+from trioserve.engine.estimate import estimate
+from trioserve.engine.gguf import Header, Tensor, read_header
+from trioserve.engine.llama import LlamaEngine
+from trioserve.runtime.pool import session_options
+
+MIB = 1 << 20
+# llama.cpp says so in a line for each buffer, and again when a context is freed, in other words.
+BUFFER = re.compile(r"(model|KV|compute|output) buffer size = +([\d.]+) MiB")
+
+
+@pytest.fixture(scope="module")
+def header():
+    return read_header(smollm2())
+
+
+@pytest.fixture(scope="module")
+def weights():
+    weights = LlamaEngine().load(smollm2(), LoadOptions())
+    yield weights
+    weights.close()
+
+
+@pytest.fixture
+def allocated(caplog):
+    """What llama.cpp has said so far, in MiB by kind."""
+    caplog.set_level(logging.DEBUG, "trioserve.llama")
+
+    def read():
+        found = defaultdict(float)
+        for kind, size in BUFFER.findall(caplog.text):
+            found[kind] += float(size)
+        return found
+
+    return read
+
+
+def close_to(mib):
+    return pytest.approx(mib * MIB, rel=0.15)
+
+
+def test_weights(header, allocated):
+    LlamaEngine().load(smollm2(), LoadOptions()).close()
+    assert estimate(header, SessionOptions(), 1).weights == close_to(allocated()["model"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_ctx": 64},
+        {"n_ctx": 500},
+        {"n_ctx": 2048},
+        {"n_ctx": 4096},
+        {"n_ctx": 4096, "n_ubatch": 128},
+        {"n_ctx": 8192, "n_ubatch": 64},
+        {"n_ctx": 2048, "n_batch": 256},
+        {"n_ctx": 2048, "kv_dtype": "f32"},
+        {"n_ctx": 2048, "kv_dtype": "bf16"},
+        {"n_ctx": 2048, "kv_dtype": "q8_0"},
+        {"n_ctx": 8192, "kv_dtype": "q4_0", "n_ubatch": 256},
+        {"n_ctx": 2048, "flash_attention": True},
+        {"n_ctx": 8192, "flash_attention": True},
+        {"n_ctx": 1024, "max_sequences": 4, "n_ubatch": 256},
+    ],
+    ids=str,
+)
+def test_sessions(header, weights, allocated, options):
+    options = SessionOptions(**options)
+    weights.open_session(options).close()
+    said = allocated()
+    found = estimate(header, options, 1)
+    assert found.kv_cache == close_to(said["KV"])
+    assert found.compute == close_to(said["compute"] + said["output"])
+    assert found.total == found.weights + found.kv_cache + found.compute
+
+
+def test_slots_take_contexts_and_share_the_weights(header):
+    options = SessionOptions(n_ctx=1024)
+    one, three = estimate(header, options, 1), estimate(header, options, 3)
+    assert (three.weights, three.kv_cache, three.compute) == (one.weights, 3 * one.kv_cache, 3 * one.compute)
+
+
+def test_an_inspected_file_knows_its_memory(header):
+    file = LlamaEngine().inspect(smollm2())
+    config = ModelConfig(path=smollm2(), slots=2)
+    options = session_options(config, file.n_ctx_train)
+    assert (file.architecture, file.n_ctx_train, options.n_ctx) == ("llama", 8192, 4096)
+    assert file.memory(options, 2) == estimate(header, options, 2).total
+
+
+def test_a_tiny_model(allocated):
+    path = tiny_model()
+    weights = LlamaEngine().load(path, LoadOptions())
+    weights.open_session(SessionOptions(n_ctx=512)).close()
+    weights.close()
+    found = estimate(read_header(path), SessionOptions(n_ctx=512), 1)
+    assert found.kv_cache == close_to(allocated()["KV"])
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"llama.attention.head_count": 0},
+        {"llama.attention.head_count": (), "llama.block_count": "many"},
+        {"tokenizer.ggml.tokens": (1, 2)},
+        {
+            "llama.embedding_length": 2**64 - 1,
+            "llama.block_count": 2**64 - 1,
+            "llama.attention.head_count_kv": 2**32 - 1,
+        },
+    ],
+)
+def test_a_header_that_says_little_or_nonsense_has_an_estimate(metadata):
+    header = Header({"general.architecture": "llama", **metadata}, (Tensor("t", (32,), 0, 0),), 1000)
+    assert estimate(header, SessionOptions(), 16).total >= 128

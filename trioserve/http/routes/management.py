@@ -1,0 +1,61 @@
+"""Loading, reconfiguring and unloading models, where the operator allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+from quart import Response, request
+from quart_trio import QuartTrio
+
+from trioserve.errors import ManagementDisabledError
+from trioserve.http import render
+from trioserve.http.body import read_json
+from trioserve.http.schemas.management import UnloadAllRequest, UnloadModelsRequest, UnloadRequest
+from trioserve.runtime.model import ModelStatus
+from trioserve.service import Service
+
+Handler = Callable[[], Awaitable[Response]]
+
+
+def register(app: QuartTrio, service: Service) -> None:
+    """Add the routes."""
+
+    def managed(handler: Handler) -> Handler:
+        @wraps(handler)
+        async def guarded() -> Response:
+            if not service.config.management:
+                raise ManagementDisabledError("management is off; the operator turns it on with management = true")
+            return await handler()
+
+        return guarded
+
+    @app.post("/v1/models/load")
+    @managed
+    async def load() -> Response:
+        return _state(await service.management.load(await read_json(request)))
+
+    @app.post("/v1/models/unload")
+    @managed
+    async def unload() -> Response:
+        body = UnloadRequest.parse(await read_json(request))
+        return _state(await service.management.unload(body.id, body.busy_timeout_ms))
+
+    @app.post("/v1/tasks/unload_models")
+    @managed
+    async def unload_models() -> Response:
+        body = UnloadModelsRequest.parse(await read_json(request))
+        result = await service.management.unload_many(body.model_ids, body.busy_timeout_ms)
+        return render.response({"unloaded": result.unloaded, "not_found": result.not_found})
+
+    @app.post("/v1/tasks/unload_all_models")
+    @managed
+    async def unload_all_models() -> Response:
+        body = UnloadAllRequest.parse(await read_json(request, optional=True))
+        result = await service.management.unload_all(body.busy_timeout_ms)
+        return render.response({"unloaded": result.unloaded})
+
+
+def _state(status: ModelStatus) -> Response:
+    fields = {"id": status.id, "state": status.state.value, "loaded": status.loaded, "slots": status.slots}
+    return render.response(fields)

@@ -1,0 +1,208 @@
+"""Loading and unloading one model: its state, its pool, and the attempt that may be under way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from trioserve.config import ModelConfig, check_model_file
+from trioserve.engine.base import Engine, LoadFailure, ModelFile
+from trioserve.errors import (
+    InsufficientMemoryError,
+    InvalidModelError,
+    ModelLoadError,
+    ServerBusyError,
+    TrioserveError,
+)
+from trioserve.runtime.cores import Cores
+from trioserve.runtime.pool import Pool, serve_pool, session_options
+from trioserve.runtime.weights_cache import WeightsCache
+from trioserve.scheduling.lifecycle import MODEL, ModelEvent, ModelState, advance
+
+logger = logging.getLogger("trioserve.model")
+
+LoadProgress = Callable[[str, float], None]
+"""Told a model's id and how much of it is loaded, from 0 to 1, in the loading thread."""
+
+MakeRoom = Callable[[int], Awaitable[None]]
+"""Awaited before a load with the bytes that it is estimated to take; raises where there is no room."""
+
+
+class LoadAttempt:
+    """One load that any number of callers wait for."""
+
+    def __init__(self) -> None:
+        self._settled = trio.Event()
+        self._error: TrioserveError | None = None
+        self._pool: Pool | None = None
+
+    def settle(self, outcome: Pool | TrioserveError) -> None:
+        """Tell everybody who waits."""
+        if isinstance(outcome, Pool):
+            self._pool = outcome
+        else:
+            self._error = outcome
+        self._settled.set()
+
+    async def wait(self) -> Pool:
+        """Return the pool.
+
+        Raises:
+            ModelLoadError, InvalidModelError, ServerBusyError, InsufficientMemoryError: what the load failed with.
+        """
+        await self._settled.wait()
+        if self._error is not None:
+            # A fresh one for each waiter: a raised exception collects its raiser's traceback.
+            raise type(self._error)(self._error.message, param=self._error.param)
+        assert self._pool is not None, "a settled attempt has a pool or an error"
+        return self._pool
+
+
+async def inspect(engine: Engine, config: ModelConfig) -> ModelFile:
+    """Look at a model's file without loading it.
+
+    Raises:
+        InvalidModelError: it is missing, no GGUF, damaged or truncated.
+    """
+    check_model_file(config.path)
+    try:
+        return await trio.to_thread.run_sync(engine.inspect, config.path)
+    except LoadFailure as error:
+        raise InvalidModelError(f"model file {str(config.path)!r} can't be used: {error}", param="path") from None
+
+
+class Loader:
+    """What is loaded for one model. The model decides when; this knows how.
+
+    Arguments:
+        engine: asked about files.
+        cache: where weights come from.
+        cores: shared by all models of the process.
+        progress: told of loads.
+        on_settled: called at the end of each load, whatever came of it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: WeightsCache,
+        cores: Cores,
+        progress: LoadProgress | None,
+        on_settled: Callable[[], None],
+    ) -> None:
+        self.state = ModelState.UNLOADED
+        self.pool: Pool | None = None
+        self.was_ready = False
+        self.nbytes = 0
+        self._engine = engine
+        self._cache = cache
+        self._cores = cores
+        self._progress = progress
+        self._on_settled = on_settled
+        self._attempt: LoadAttempt | None = None
+        self._retire = trio.Event()
+        self._gone = trio.Event()
+        self._given_up = False  # written by the event loop, read by a loading thread
+
+    def give_up(self) -> None:
+        """Let loads, present and future, end early."""
+        self._given_up = True
+
+    def attempt(
+        self,
+        nursery: trio.Nursery,
+        config: ModelConfig,
+        make_room: MakeRoom,
+        event: ModelEvent = ModelEvent.LOAD_STARTED,
+    ) -> LoadAttempt:
+        """Begin to load, or join the load that is under way. Never waits.
+
+        Arguments:
+            nursery: where the load and then the pool live: the model's, not the caller's.
+            config: what to load.
+            make_room: awaited with the estimated bytes before the load.
+            event: how the load comes about.
+        """
+        if self._attempt is None:
+            self._attempt = LoadAttempt()
+            self.advance(event)
+            nursery.start_soon(self._load, nursery, config, make_room, self._attempt)
+        return self._attempt
+
+    async def settle(self) -> None:
+        """Return when no load is under way."""
+        while self._attempt is not None:
+            try:
+                await self._attempt.wait()
+            except TrioserveError:
+                return
+
+    async def retire(self) -> None:
+        """Take the pool from view at once, and return when all of it is freed. Not cut short by cancellation."""
+        self.pool = None
+        self._retire.set()
+        with trio.CancelScope(shield=True):
+            await self._gone.wait()
+
+    def advance(self, event: ModelEvent) -> None:
+        """Move to the next state."""
+        self.state = advance(MODEL, self.state, event)
+
+    async def _load(
+        self, nursery: trio.Nursery, config: ModelConfig, make_room: MakeRoom, attempt: LoadAttempt
+    ) -> None:
+        """Make one attempt, and tell everybody who waits for it."""
+        started = trio.current_time()
+        outcome: Pool | TrioserveError
+        try:
+            outcome = await self._load_with_room(nursery, config, make_room)
+        except (ServerBusyError, InsufficientMemoryError) as error:
+            logger.warning("model %s was not loaded: %s", config.id, error)
+            outcome = error
+        except TrioserveError as error:
+            outcome = error
+            if self._given_up:
+                logger.info("the load of model %s was given up", config.id)
+            else:
+                logger.error("model %s failed to load: %s", config.id, error)
+        except Exception:
+            logger.exception("model %s failed to load", config.id)
+            outcome = ModelLoadError(f"{config.id} could not be loaded")
+        except BaseException:
+            # The model itself is being ended. Whoever waits for this load, maybe behind a shield, must hear of it.
+            self._finish(attempt, ModelLoadError(f"the load of {config.id} was given up"))
+            raise
+        if isinstance(outcome, Pool):
+            self.pool, self.was_ready = outcome, True
+            seconds = round(trio.current_time() - started, 2)
+            fields = {"slots": len(outcome.slots), "n_ctx": outcome.n_ctx, "seconds": seconds}
+            logger.info("model %s is ready", config.id, extra={"fields": fields})
+        self._finish(attempt, outcome)
+
+    def _finish(self, attempt: LoadAttempt, outcome: Pool | TrioserveError) -> None:
+        self.advance(ModelEvent.LOAD_SUCCEEDED if isinstance(outcome, Pool) else ModelEvent.LOAD_FAILED)
+        self._attempt = None
+        attempt.settle(outcome)
+        self._on_settled()
+
+    async def _load_with_room(self, nursery: trio.Nursery, config: ModelConfig, make_room: MakeRoom) -> Pool:
+        file = await inspect(self._engine, config)
+        self.nbytes = file.memory(session_options(config, file.n_ctx_train), config.slots)
+        await make_room(self.nbytes)
+        self._retire, self._gone = trio.Event(), trio.Event()
+        pool: Pool = await nursery.start(self._serve, config)
+        return pool
+
+    async def _serve(self, config: ModelConfig, *, task_status: trio.TaskStatus[Pool]) -> None:
+        def note(fraction: float) -> bool:
+            """Called in the loading thread."""
+            if self._progress is not None:
+                self._progress(config.id, fraction)
+            return not self._given_up
+
+        try:
+            await serve_pool(config, self._cache, self._cores, self._retire, note, task_status=task_status)
+        finally:
+            self._gone.set()

@@ -1,0 +1,121 @@
+"""Keeping the number of loaded models, and their memory, within what the operator allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import trio
+
+from trioserve.errors import InsufficientMemoryError, ServerBusyError
+from trioserve.runtime.memory import free_memory
+from trioserve.scheduling.residency import Resident, victims_for_count, victims_for_memory
+
+logger = logging.getLogger("trioserve.residency")
+
+MIB = 1 << 20
+
+
+class Tenant(Protocol):
+    """A model, as residency sees it."""
+
+    @property
+    def id(self) -> str:
+        """What requests call it."""
+        ...
+
+    def resident(self) -> Resident | None:
+        """How it takes part in the choice; None where it takes no memory."""
+        ...
+
+    async def try_unload(self) -> bool:
+        """Unload if idle; say whether that was done."""
+        ...
+
+    async def wait_unloaded(self) -> None:
+        """Return when it is not being unloaded."""
+        ...
+
+
+class Residency:
+    """Makes room before a load, by unloading idle models, least recently used first.
+
+    Arguments:
+        max_loaded: most models that are loaded at once; 0 is no bound.
+        min_free_mb: MiB that a load must leave free; 0 is no bound.
+        tenants: all models.
+        free: asked for free memory in bytes; None is unknown.
+    """
+
+    def __init__(
+        self,
+        max_loaded: int,
+        min_free_mb: int,
+        tenants: Callable[[], Iterable[Tenant]],
+        free: Callable[[], int | None] = free_memory,
+    ) -> None:
+        self._max_loaded = max_loaded
+        self._reserve = min_free_mb * MIB
+        self._tenants = tenants
+        self._free = free
+
+    def has_room_for(self, needed: int) -> bool:
+        """Whether so many bytes fit beside everything that is loaded now; not where that can't be told."""
+        free = self._free()
+        return free is not None and free - needed >= self._reserve
+
+    async def make_room(self, newcomer: Tenant, needed: int) -> None:
+        """Return when the newcomer may be loaded. It counts as loading already, so nobody else takes its place.
+
+        Arguments:
+            newcomer: about to be loaded.
+            needed: bytes that it is estimated to take.
+
+        Raises:
+            ServerBusyError: the bound on loaded models leaves no place, and too few of them are idle.
+            InsufficientMemoryError: it would leave too little memory, also without the idle models.
+        """
+        # An idle model may be taken by a request between the choice and its unloading: then the choice is made again.
+        while True:
+            others = self._others(newcomer)
+            try:
+                victims = self._victims(newcomer, needed, list(others))
+            except (ServerBusyError, InsufficientMemoryError):
+                leaving = [tenant for resident, tenant in others.items() if resident.leaving]
+                if not leaving:
+                    raise
+                await leaving[0].wait_unloaded()
+                continue
+            if not victims:
+                return
+            async with trio.open_nursery() as nursery:
+                for victim in victims:
+                    logger.info("unloading %s to make room for %s", victim.id, newcomer.id)
+                    nursery.start_soon(others[victim].try_unload)
+
+    def _others(self, newcomer: Tenant) -> dict[Resident, Tenant]:
+        """All that take memory, without the newcomer."""
+        return {
+            resident: tenant
+            for tenant in self._tenants()
+            if tenant is not newcomer and (resident := tenant.resident()) is not None
+        }
+
+    def _victims(self, newcomer: Tenant, needed: int, others: Sequence[Resident]) -> list[Resident]:
+        by_count = victims_for_count(others, self._max_loaded)
+        if by_count is None:
+            raise ServerBusyError(
+                f"{newcomer.id} can't be loaded: {len(others)} models are loaded or loading and too few of them are "
+                f"idle (max_loaded_models is {self._max_loaded})"
+            )
+        free = self._free() if self._reserve else None
+        if free is None:
+            return by_count
+        by_memory = victims_for_memory(others, free, needed, self._reserve)
+        if by_memory is None:
+            raise InsufficientMemoryError(
+                f"{newcomer.id} needs about {needed // MIB} MiB, of {free // MIB} MiB that are free "
+                f"{self._reserve // MIB} MiB must stay free (min_free_memory_mb)"
+            )
+        return max(by_count, by_memory, key=len)

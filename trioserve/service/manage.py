@@ -1,0 +1,187 @@
+"""Management: register, reconfigure and unload models, in their turn among the requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+from pydantic import ValidationError
+
+from trioserve.config import Config, ModelConfig, explain
+from trioserve.errors import InvalidRequestError, ModelNotFoundError
+from trioserve.runtime.loader import inspect
+from trioserve.runtime.model import House, Model, ModelStatus
+from trioserve.runtime.registry import Registry
+from trioserve.scheduling.admission import Ticket, effective_wait
+
+logger = logging.getLogger("trioserve.management")
+
+
+@dataclass(frozen=True, slots=True)
+class BulkResult:
+    """What a bulk unload did: ids that are unloaded now, each once, and ids that nobody knows."""
+
+    unloaded: Sequence[str]
+    not_found: Sequence[str]
+
+
+class Management:
+    """Changes which models there are and what is loaded. Every operation holds one model at a time, and waits for none
+    while it holds one: operations can't block each other for good.
+
+    Arguments:
+        config: of the server.
+        registry: of models.
+        house: shared by the models.
+        nursery: where the models that are registered here live.
+        check_accepting: raises while the server drains.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        registry: Registry,
+        house: House,
+        nursery: trio.Nursery,
+        check_accepting: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._house = house
+        self._nursery = nursery
+        self._check_accepting = check_accepting
+
+    async def load(self, settings: Mapping[str, object]) -> ModelStatus:
+        """Register a model, or reconfigure one, and load it.
+
+        Arguments:
+            settings: keys of one ``[[models]]`` entry. For a registered id the keys that are left out keep their
+                values; for a new one ``path`` is needed. ``busy_timeout_ms`` also bounds this call's own wait.
+
+        Raises:
+            InvalidRequestError, InvalidModelError: the settings or the file are wrong; nothing was changed.
+            ServerBusyError, ModelLoadError, InsufficientMemoryError: see ``Model.reconfigure``.
+        """
+        self._check_accepting()
+        config = _validated(settings, known := self._registered(settings.get("id")))
+        if known is None and (known := self._registered(config.id)) is not None:  # named by its file alone
+            config = _validated(settings, known)
+        self._check_root(config.path)
+        model = known or await self._register(config)
+        await model.reconfigure(config, self._wait(model, config.busy_timeout_ms))
+        return model.status()
+
+    async def unload(self, model_id: str, busy_timeout_ms: int | None = None) -> ModelStatus:
+        """Unload one model when its earlier work is done. Idempotent.
+
+        Raises:
+            ModelNotFoundError: no such model.
+            ServerBusyError: no turn within the wait.
+        """
+        self._check_accepting()
+        model = self._registry.get(model_id)
+        if model is None:
+            raise ModelNotFoundError(f"the model {model_id[:100]!r} does not exist", param="id")
+        await model.unload(self._wait(model, busy_timeout_ms))
+        return model.status()
+
+    async def unload_many(self, model_ids: Sequence[str], busy_timeout_ms: int | None = None) -> BulkResult:
+        """Unload several models, each as soon as it is free; see ``_unload_each``. Unknown ids are told."""
+        self._check_accepting()
+        wanted = list(dict.fromkeys(model_ids))
+        models = [model for model_id in wanted if (model := self._registry.get(model_id)) is not None]
+        await self._unload_each(models, busy_timeout_ms)
+        return BulkResult(
+            unloaded=[model.id for model in models],
+            not_found=[model_id for model_id in wanted if self._registry.get(model_id) is None],
+        )
+
+    async def unload_all(self, busy_timeout_ms: int | None = None) -> BulkResult:
+        """Unload every model that is registered at this moment; see ``_unload_each``."""
+        self._check_accepting()
+        models = list(self._registry)
+        await self._unload_each(models, busy_timeout_ms)
+        return BulkResult(unloaded=[model.id for model in models], not_found=[])
+
+    async def _unload_each(self, models: Sequence[Model], busy_timeout_ms: int | None) -> None:
+        """Raise all barriers in one step, then let each model go in its own time: none waits for another.
+
+        Raises:
+            ServerBusyError: for one of them there was no turn within the wait. The others are unloaded all the same,
+                unless it was turned away on arrival: then nothing was changed.
+        """
+        barriers: list[tuple[Model, Ticket]] = []
+        try:
+            for model in models:
+                ticket = model.begin_unload(self._wait(model, busy_timeout_ms))
+                barriers.append((model, ticket))
+        except BaseException:
+            for model, ticket in barriers:
+                model.cancel_unload(ticket)
+            raise
+        errors: list[Exception] = []
+
+        async def finish(model: Model, ticket: Ticket) -> None:
+            try:
+                await model.finish_unload(ticket)
+            except Exception as error:
+                errors.append(error)
+
+        async with trio.open_nursery() as nursery:
+            for model, ticket in barriers:
+                nursery.start_soon(finish, model, ticket)
+        if errors:
+            raise errors[0]
+
+    def _registered(self, model_id: object) -> Model | None:
+        return self._registry.get(model_id) if isinstance(model_id, str) else None
+
+    async def _register(self, config: ModelConfig) -> Model:
+        """Enter a new model whose file was looked at first, so that a wrong one leaves no registration."""
+        await inspect(self._house.engine, config)
+        await trio.lowlevel.checkpoint_if_cancelled()  # the caller may have left while the thread looked
+        self._check_accepting()  # once more: a drain that has begun meanwhile does not know of this model
+        if (other := self._registry.get(config.id)) is not None:  # registered by somebody else meanwhile
+            return other
+        model = Model(config, self._house)
+        self._registry.add(model)
+        with trio.CancelScope(shield=True):  # a model that is registered runs, whatever becomes of this caller
+            await self._nursery.start(model.run)
+        logger.info("model %s is registered", model.id, extra={"fields": {"path": str(config.path)}})
+        return model
+
+    def _check_root(self, path: Path) -> None:
+        """Requests may name files below ``model_roots``, and those that are registered already."""
+        real = _resolved(path)
+        known = {_resolved(model.config.path) for model in self._registry}
+        roots = [root for root in map(_resolved, self._config.model_roots) if root is not None]
+        if real is not None and (real in known or any(real.is_relative_to(root) for root in roots)):
+            return
+        raise InvalidRequestError(
+            f"path: {str(path)!r} is not below a folder that requests may load from (model_roots)", param="path"
+        )
+
+    def _wait(self, model: Model, busy_timeout_ms: int | None) -> float | None:
+        return effective_wait(self._config.busy_timeout_ms, model.config.busy_timeout_ms, busy_timeout_ms)
+
+
+def _validated(settings: Mapping[str, object], known: Model | None) -> ModelConfig:
+    """Check a load's settings; what is left out, or null, is as it was."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    before = known.config.model_dump(exclude_unset=True) if known is not None else {}
+    try:
+        return ModelConfig.model_validate({**before, **given})
+    except ValidationError as error:
+        problem = explain(error, "model")
+        raise InvalidRequestError(problem.text, param=problem.name) from None
+
+
+def _resolved(path: Path) -> Path | None:
+    """Where a file really lies; None where the name leads nowhere, such as links in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return None
