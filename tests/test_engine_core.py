@@ -35,6 +35,7 @@ class ScriptedContext:
         self.outcomes = list(outcomes)
         self.batches = []
         self.forgotten = []
+        self.errors = ["the script says so"]
         self.interrupted = False
         self.closed = 0
 

@@ -219,7 +219,7 @@ async def test_a_release_in_prefill_ends_the_step_and_frees_the_slot(model_for, 
             await engine.step_gate.arrived()
         assert model.status().active_slots == 1, "the thread has not been joined yet"
         await eventually(lambda: model.status().active_slots == 0)
-        assert job.ended_at is not None
+        assert job.done
         engine.step_gate.open()
         assert await answer(model, sequence(b"next")) == fake_answer(b"next", 5)
 
@@ -521,3 +521,27 @@ async def test_the_short_last_piece_of_a_prompt_is_no_proof_for_fewer_threads(mo
         slot._step(job)
         slot._step(job)
     assert session.threads.count(2) >= 190
+
+
+async def test_an_interrupted_step_is_no_proof_for_fewer_threads(monkeypatch):
+    clock = {"now": 0.0}
+    monkeypatch.setattr("trioserve.runtime.slot.time.perf_counter", lambda: clock["now"])
+
+    class Decoding(Prompting):
+        def step(self, threads):
+            self.threads.append(threads)
+            clock["now"] += 0.02 / threads
+            return [Token(0, 1, "x")]
+
+    session = Decoding(clock)
+    slot = Slot(0, session, trio.CapacityLimiter(1), Cores(2), threads=0)
+    for _ in range(20):
+        job = Job(sequence(), lambda: None)
+        job.first_token_at = 0.0
+        for _ in range(3):
+            slot._step(job)
+        job.cancel()
+        session.step = lambda threads: session.threads.append(threads) or []  # returns at once
+        slot._step(job)
+        del session.step
+    assert session.threads[-20:].count(2) >= 16

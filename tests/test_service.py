@@ -235,7 +235,7 @@ async def test_a_prompt_that_does_not_fit_is_refused_after_the_load_where_one_wa
         with pytest.raises(ContextLengthError):
             await collect(service, request("x" * 32))
         assert (only(service).loaded, only(service).active_slots) == (True, 0)
-        assert service.tally() == Tally(active=0, finished=0, failed=1, cancelled=0, rejected=0)
+        assert service.tally() == Tally(active=0, finished=0, failed=0, cancelled=0, rejected=1)
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt(""), TokenPrompt([])])

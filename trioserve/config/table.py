@@ -100,7 +100,9 @@ class ModelConfig(BaseModel):
         "was trained for, whichever is less.",
         json_schema_extra={"default_text": "4096"},
     )
-    n_batch: BatchTokens = Field(default=2048, description="Most tokens of a prompt handed to the engine in one call.")
+    n_batch: BatchTokens = Field(
+        default=2048, description="Most tokens of all sequences together that one step evaluates."
+    )
     n_ubatch: BatchTokens = Field(
         default_factory=_ubatch_within,
         description="Most tokens computed together inside such a call; at most n_batch. Left out, it is 512 or "
@@ -264,7 +266,7 @@ class Config(BaseModel):
         default="info", description="Least severe events that are logged."
     )
     log_prompts: bool = Field(
-        default=False, description="Write prompts and answers to the log. Off, no text of a user's gets there."
+        default=False, description="Write prompts to the log. Off, no text of a user's gets there."
     )
     models: tuple[ModelConfig, ...] = Field(default=(), strict=False, description="The models, each with its own id.")
 

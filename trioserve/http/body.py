@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import json
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 import trio
 from quart import Request
 
 from trioserve.errors import InvalidRequestError, UnsupportedMediaTypeError
 
+Parsed = TypeVar("Parsed")
+
 _INLINE_BYTES = 256 * 1024  # larger bodies are decoded in a thread, so that they don't hold up the event loop
 
 
-async def read_json(request: Request, *, optional: bool = False) -> dict[str, object]:
-    """Return the body as a JSON object.
+async def read_as(request: Request, parse: Callable[[dict[str, object]], Parsed], *, optional: bool = False) -> Parsed:
+    """Return the body as what ``parse`` makes of a JSON object. Large bodies are decoded and parsed in a thread.
 
     Arguments:
         request: its body was not read yet.
+        parse: raises InvalidRequestError where the object is wrong.
         optional: take no body at all for an empty object.
 
     Raises:
         UnsupportedMediaTypeError: it is declared as something else.
-        InvalidRequestError: it is no JSON object.
+        InvalidRequestError: it is no JSON object, or not the right one.
     """
     _check_media_type(request)
     data: bytes = await request.get_data(cache=False, as_text=False, parse_form_data=False)
     if optional and not data:
-        return {}
-    if len(data) <= _INLINE_BYTES:
-        return decode_object(data)
-    return await trio.to_thread.run_sync(decode_object, data)
+        return parse({})
+
+    def decode_and_parse() -> Parsed:
+        return parse(decode_object(data))
+
+    return decode_and_parse() if len(data) <= _INLINE_BYTES else await trio.to_thread.run_sync(decode_and_parse)
 
 
 def decode_object(data: bytes) -> dict[str, object]:

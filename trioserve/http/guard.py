@@ -20,6 +20,12 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 _STATUS_ROUTES = ("/health", "/v1/models", "/v1/slots")
 
 
+def _asks_for_status(scope: Message) -> bool:
+    path = scope["path"]
+    below = any(path == route or path.startswith(f"{route}/") for route in _STATUS_ROUTES)
+    return below and scope["method"] in ("GET", "HEAD")
+
+
 class Guard:
     """An ASGI application around another one.
 
@@ -53,7 +59,7 @@ class Guard:
         if scope["type"] == "websocket":
             await exchange.refuse(RouteNotFoundError("websockets are not served here"))
             return
-        if self._draining() and not scope["path"].startswith(_STATUS_ROUTES):
+        if self._draining() and not _asks_for_status(scope):
             try:
                 self._service.check_accepting()
             except ShuttingDownError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ import trio
 
 from trioserve.engine.base import Failed, Finished, SequenceRequest, StepEvent, Token
 from trioserve.errors import EngineError, TrioserveError
+
+logger = logging.getLogger("trioserve.slot")
 
 BUFFERED_EVENTS = 256
 """Events that may wait for a slow reader before its slot pauses."""
@@ -40,7 +43,6 @@ class Job:
         self._over = False  # written by the worker before it leaves for good
         self.started_at: float | None = None
         self.first_token_at: float | None = None
-        self.ended_at: float | None = None
 
     # -- in the worker thread
 
@@ -123,7 +125,9 @@ class Job:
 
     def _checked(self, events: list[StepEvent]) -> list[StepEvent]:
         """Turn a failure among the events into the error that follows them."""
-        if isinstance(events[-1], Failed):
+        last = events[-1]
+        if isinstance(last, Failed):
+            logger.error("inference failed: %s", last.message)
             self._error = self._error or EngineError("inference failed")
             events.pop()
             if not events:

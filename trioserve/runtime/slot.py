@@ -97,7 +97,6 @@ class Slot:
             raise
         finally:
             if not job.wanted:
-                job.ended_at = time.perf_counter()
                 session.reset()
 
     def _step(self, job: Job) -> Sequence[StepEvent]:
@@ -107,7 +106,8 @@ class Slot:
         threads = pace.threads(self._cores.share(self._threads))
         began = time.perf_counter()
         events = self.session.step(threads)
-        if not (prefilling and events):  # the last piece of a prompt is of any length, and proves nothing
+        # The last piece of a prompt is of any length, and an interrupted step of none: they prove nothing.
+        if job.wanted and not (prefilling and events):
             pace.note(time.perf_counter() - began)
         return events
 

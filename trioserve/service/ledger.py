@@ -74,13 +74,14 @@ class Record:
         """Note how the request ended, by its error."""
         if self.phase in ENDS:
             return
-        if isinstance(error, ServerBusyError):
+        if isinstance(error, ServerBusyError) or error.status < 500:
             self.advance(RequestEvent.REJECTED)
         elif isinstance(error, ShuttingDownError):
             self.advance(RequestEvent.CANCELLED)
         else:
             self.advance(RequestEvent.FAILED)
-        self.fields["error"] = error.message
+        # What a client did wrong may be told in its own words, which don't belong in the log.
+        self.fields["error"] = error.message if error.status >= 500 else error.code
 
     def cut(self, error: TrioserveError) -> None:
         """End the request with an error."""

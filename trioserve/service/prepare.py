@@ -46,28 +46,23 @@ class Preparer:
             ChatTemplateError: the model's template refused it.
             InvalidRequestError: it is empty or has impossible tokens.
         """
-        if _is_short(request) and self._template_is_known(pool, request):
+        is_chat = isinstance(request.prompt, ChatPrompt)
+        # Compiling a large template takes too long for the event loop.
+        if _is_short(request) and (not is_chat or pool in self._compiled_for):
             return prepare(pool, request)
         with pool.reading():
-            return await trio.to_thread.run_sync(prepare, pool, request, limiter=self._limiter)
-
-    def _template_is_known(self, pool: Pool, request: GenerationRequest) -> bool:
-        """Whether the pool's chat template was used before: compiling a large one takes too long for the event loop."""
-        if not isinstance(request.prompt, ChatPrompt) or pool in self._compiled_for:
-            return True
-        self._compiled_for.add(pool)
-        return False
+            prepared = await trio.to_thread.run_sync(prepare, pool, request, limiter=self._limiter)
+        if is_chat:
+            self._compiled_for.add(pool)
+        return prepared
 
 
 def prepare(pool: Pool, request: GenerationRequest) -> Prepared:
     """Render, tokenise and check a prompt; see ``Preparer.prepare``. Reads the pool's weights only."""
+    if isinstance(request.prompt, TokenPrompt):
+        _check_length(len(request.prompt.tokens), pool, request)
     prompt = _tokens(pool, request)
-    if len(prompt) >= pool.n_ctx:
-        raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens, but a slot's context holds {pool.n_ctx} (n_ctx) and one of them is "
-            "needed for the answer",
-            param=_field(request),
-        )
+    _check_length(len(prompt), pool, request)
     sequence = SequenceRequest(
         prompt=prompt,
         max_tokens=request.max_tokens or pool.n_ctx,
@@ -76,6 +71,15 @@ def prepare(pool: Pool, request: GenerationRequest) -> Prepared:
         ignore_eos=request.ignore_eos,
     )
     return Prepared(pool, sequence)
+
+
+def _check_length(tokens: int, pool: Pool, request: GenerationRequest) -> None:
+    if tokens >= pool.n_ctx:
+        raise ContextLengthError(
+            f"the prompt has {tokens} tokens, but a slot's context holds {pool.n_ctx} (n_ctx) and one of them is "
+            "needed for the answer",
+            param=_field(request),
+        )
 
 
 def _tokens(pool: Pool, request: GenerationRequest) -> list[int]:
@@ -129,7 +133,7 @@ def _field(request: GenerationRequest) -> str:
 def _is_short(request: GenerationRequest) -> bool:
     prompt = request.prompt
     if isinstance(prompt, TokenPrompt):
-        return True
+        return len(prompt.tokens) < _INLINE_CHARACTERS
     if isinstance(prompt, ChatPrompt):
         return sum(len(str(message.get("content"))) + 32 for message in prompt.messages) < _INLINE_CHARACTERS
     return len(prompt.text) < _INLINE_CHARACTERS

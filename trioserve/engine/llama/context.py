@@ -125,6 +125,7 @@ class Context:
             raise LoadFailure("the model keeps no earlier tokens: it is made for embeddings or diffusion, not for text")
         llama_cpp.llama_set_abort_callback(self._ctx, self._read_flag, ctypes.cast(self._flag, ctypes.c_void_p))
         self._threads = 0
+        self.errors: list[str] = []
         self._row_type = ctypes.c_float * n_vocab
 
     @property
@@ -146,7 +147,8 @@ class Context:
         if threads != self._threads:
             llama_cpp.llama_set_n_threads(self._ctx, threads, threads)
             self._threads = threads
-        code = llama_cpp.llama_decode(self._ctx, batch.struct)
+        with captured_errors() as self.errors:
+            code = llama_cpp.llama_decode(self._ctx, batch.struct)
         if code == 0:
             return Outcome.DONE
         return Outcome.INTERRUPTED if code == _ABORTED or self.interrupted else Outcome.FAILED

@@ -81,9 +81,9 @@ class DecodeCore:
             raise ValueError(f"a prompt of {len(request.prompt)} tokens does not fit into {self._n_ctx} with an answer")
         if not self._free:
             raise RuntimeError(f"all {len(self._live)} sequences of the context are live")
-        number = self._free.pop()
         banned = self._vocabulary.end_tokens if request.ignore_eos else ()
         sampler = Sampler(self._vocabulary, request.sampling, request.prompt, self._n_ctx, banned)
+        number = self._free.pop()
         self._live[number] = _Live(number, request, room, sampler)
         return number
 
@@ -155,7 +155,8 @@ class DecodeCore:
         going = [live for live in self._live.values() if live.pending or live.number in complete]
         for live in going:
             live.pending = ()
-        return [Failed(live.number, "llama_decode failed") for live in going]
+        reason = "; ".join(self._context.errors[-2:]) or "llama_decode gave no reason"
+        return [Failed(live.number, reason) for live in going]
 
     def _advance(self, row: _Row, events: list[StepEvent]) -> None:
         """Sample the next token of a sequence and say what became of it."""

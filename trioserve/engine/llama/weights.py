@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class LlamaEngine:
         callback = _progress_callback(progress)
         params.progress_callback = callback
         with captured_errors() as errors:
-            model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+            model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not model:
             raise LoadFailure("; ".join(errors[-3:]) or "llama.cpp gave no reason")
         if reason := _unusable(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from trioserve.http.body import read_json
+from trioserve.http.body import read_as
 from trioserve.http.completion import answer, generation_request
 from trioserve.http.exchange import Exchange
 from trioserve.http.render import ChatShape
@@ -18,7 +18,7 @@ def register(app: QuartTrio, service: Service) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat_completions() -> Response:
-        body = ChatCompletionRequest.parse(await read_json(request))
+        body = await read_as(request, ChatCompletionRequest.parse)
         exchange = Exchange.of(request.scope)
         prompt = ChatPrompt([message.model_dump(exclude_unset=True) for message in body.messages])
         return await answer(service, generation_request(body, prompt, body.limit, exchange), body, ChatShape, exchange)

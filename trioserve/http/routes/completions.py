@@ -5,7 +5,7 @@ from __future__ import annotations
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from trioserve.http.body import read_json
+from trioserve.http.body import read_as
 from trioserve.http.completion import answer, generation_request
 from trioserve.http.exchange import Exchange
 from trioserve.http.render import CompletionShape
@@ -18,7 +18,7 @@ def register(app: QuartTrio, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions() -> Response:
-        body = CompletionRequest.parse(await read_json(request))
+        body = await read_as(request, CompletionRequest.parse)
         exchange = Exchange.of(request.scope)
         wanted = generation_request(body, body.prompt, body.max_tokens, exchange)
         return await answer(service, wanted, body, CompletionShape, exchange)

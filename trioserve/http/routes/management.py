@@ -10,7 +10,7 @@ from quart_trio import QuartTrio
 
 from trioserve.errors import ManagementDisabledError
 from trioserve.http import render
-from trioserve.http.body import read_json
+from trioserve.http.body import read_as
 from trioserve.http.schemas.management import UnloadAllRequest, UnloadModelsRequest, UnloadRequest
 from trioserve.runtime.model import ModelStatus
 from trioserve.service import Service
@@ -33,25 +33,25 @@ def register(app: QuartTrio, service: Service) -> None:
     @app.post("/v1/models/load")
     @managed
     async def load() -> Response:
-        return _state(await service.management.load(await read_json(request)))
+        return _state(await service.management.load(await read_as(request, dict)))
 
     @app.post("/v1/models/unload")
     @managed
     async def unload() -> Response:
-        body = UnloadRequest.parse(await read_json(request))
+        body = await read_as(request, UnloadRequest.parse)
         return _state(await service.management.unload(body.id, body.busy_timeout_ms))
 
     @app.post("/v1/tasks/unload_models")
     @managed
     async def unload_models() -> Response:
-        body = UnloadModelsRequest.parse(await read_json(request))
+        body = await read_as(request, UnloadModelsRequest.parse)
         result = await service.management.unload_many(body.model_ids, body.busy_timeout_ms)
         return render.response({"unloaded": result.unloaded, "not_found": result.not_found})
 
     @app.post("/v1/tasks/unload_all_models")
     @managed
     async def unload_all_models() -> Response:
-        body = UnloadAllRequest.parse(await read_json(request, optional=True))
+        body = await read_as(request, UnloadAllRequest.parse, optional=True)
         result = await service.management.unload_all(body.busy_timeout_ms)
         return render.response({"unloaded": result.unloaded})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
@@ -18,8 +17,10 @@ MAX_STOP_CHARACTERS = 4096
 
 def encodable(text: str) -> str:
     """Refuse lone surrogates, which JSON can spell and UTF-8 can't."""
-    if any(unicodedata.category(character) == "Cs" for character in text if "\ud800" <= character <= "\udfff"):
-        raise ValueError("must not contain lone surrogates")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must not contain lone surrogates") from None
     return text
 
 
