@@ -3,12 +3,13 @@
 import json
 import logging
 import re
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve.logs import JsonFormatter, TextFormatter, configure_logging, one_line
+from trioserve.logs import BackgroundStream, JsonFormatter, TextFormatter, configure_logging, one_line
 
 NOON = 1796040000.1239
 STAMP = "2026-11-30T12:00:00.123Z"
@@ -167,3 +168,48 @@ def test_handlers_at_the_root_do_not_repeat_events(logger, capsys, caplog):
     logger.info("once")
     assert capsys.readouterr().err.count("once") == 1
     assert caplog.records == []
+
+
+class Clogged:
+    """A stream whose reader has stopped reading."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.text = ""
+
+    def write(self, text):
+        self.entered.set()
+        assert self.gate.wait(30)
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_a_reader_who_stops_reading_holds_nobody_up():
+    clogged = Clogged()
+    stream = BackgroundStream(clogged, lines=2)
+    stream.write("first\n")
+    assert clogged.entered.wait(30)
+    for number in range(5):
+        stream.write(f"{number}\n")
+    clogged.gate.set()
+    stream.close(30)
+    assert clogged.text.startswith("first\n0\n")
+    assert "3 lines of the log were lost" in clogged.text
+
+
+def test_the_end_does_not_wait_for_ever_for_the_log():
+    clogged = Clogged()
+    stream = BackgroundStream(clogged)
+    stream.write("first\n")
+    stream.close(0.01)
+    assert clogged.text == ""
+    clogged.gate.set()
+
+
+def test_without_a_stderr_there_is_no_log(monkeypatch, logger):
+    monkeypatch.setattr("sys.stderr", None)
+    assert configure_logging("text", "info", background=True) is None
+    logging.getLogger("trioserve").info("nobody hears this")

@@ -859,3 +859,13 @@ async def test_an_error_in_the_block_frees_everything_and_comes_out(service_for,
         await fail()
     assert caught.group_contains(ValueError, match="from the block")
     assert engine.closed == ["tiny[0]", "tiny"]
+
+
+async def test_a_text_far_too_long_is_refused_without_its_tokens(service_for, engine, monkeypatch):
+    async with service_for() as service:
+        async with service.generate(GenerationRequest(TextPrompt("x"), max_tokens=1)) as generation:
+            assert [part async for part in generation]
+        weights = type(next(iter(service.registry)).pool.weights)
+        monkeypatch.setattr(weights, "tokenize", lambda *_, **__: pytest.fail("it was tokenised"))
+        with pytest.raises(ContextLengthError, match="at least 1000000 tokens.*4096"):
+            await service.start(GenerationRequest(TextPrompt("x" * 1_000_000)), contextlib.ExitStack())

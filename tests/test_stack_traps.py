@@ -447,7 +447,7 @@ def stub_engine(monkeypatch, tmp_path):
     module = types.ModuleType("trioserve.engine.llama")
     module.LlamaEngine = lambda: engine
     monkeypatch.setitem(sys.modules, "trioserve.engine.llama", module)
-    monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(logs, "configure_logging", lambda *_, **__: None)
     for name in list(asgi.os.environ):
         if name.startswith("TRIOSERVE_"):
             monkeypatch.delenv(name)

@@ -38,18 +38,18 @@ class _Application:
             await self._guard(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        from trioserve.config import check_model_file, load_config
+        from trioserve.config import load_config
         from trioserve.errors import TrioserveError
         from trioserve.http.app import create_app
         from trioserve.logs import configure_logging
         from trioserve.service import open_service
+        from trioserve.service.checks import check_models
 
         await receive()
         try:
             config = load_config(None, os.environ, {})
-            configure_logging(config.log_format, config.log_level)
-            for model in config.models:
-                check_model_file(model.path)
+            check_models(config)
+            configure_logging(config.log_format, config.log_level, background=True)
         except TrioserveError as error:
             await send({"type": "lifespan.startup.failed", "message": error.message})
             return

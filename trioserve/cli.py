@@ -6,12 +6,14 @@ Flags are made from the table of settings. Nothing of the server is imported bef
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trioserve.config import Config, SettingInfo, check_model_file, load_config, settings_by_flag
+from trioserve.config import Config, SettingInfo, load_config, settings_by_flag
 from trioserve.config.sources import did_you_mean
 from trioserve.errors import ConfigError, InvalidModelError
 from trioserve.logs import one_line
@@ -93,26 +95,38 @@ def _refuse_unknown(unknown: Sequence[str]) -> None:
 
 
 def _serve(config: Config) -> int:
+    # Until there is anything to drain, a signal just ends the process.
+    for name in ("SIGINT", "SIGTERM"):
+        signal.signal(getattr(signal, name), lambda _number, _frame: os._exit(EXIT_OK))
     from trioserve.serve import serve
 
     return serve(config)
 
 
 def _validate(config: Config) -> int:
-    """Print one line for each model whose file is in order; every file is looked at, whatever the others are."""
+    """Print one line for each model that is in order; every one is looked at, whatever the others are."""
+    from trioserve.service.checks import check_model
+
     failed = False
     for model in config.models:
         try:
-            check_model_file(model.path)
-        except InvalidModelError as error:
+            check_model(model)
+        except (ConfigError, InvalidModelError) as error:
             failed = True
             _complain(f"model {model.id!r}: {error.message}")
         else:
-            sys.stdout.write(one_line(f"{model.id} {model.path} slots={model.slots}") + "\n")
+            _say(one_line(f"{model.id} {model.path} slots={model.slots}"))
     if failed:
         return EXIT_CONFIG
-    sys.stdout.write("configuration is valid\n")
+    _say("configuration is valid")
     return EXIT_OK
+
+
+def _say(line: str) -> None:
+    """Print a line, where there is anybody to read it: the exit code tells it as well."""
+    with contextlib.suppress(OSError, AttributeError):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 def _complain(message: str) -> None:

@@ -7,14 +7,17 @@ lines of a traceback are indented.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, TextIO
 
-__all__ = ["JsonFormatter", "TextFormatter", "configure_logging", "one_line"]
+__all__ = ["BackgroundStream", "JsonFormatter", "TextFormatter", "configure_logging", "one_line"]
 
 LOGGER_NAME = "trioserve"
 _RESERVED = frozenset({"time", "level", "message", "exception"})
@@ -83,14 +86,67 @@ class JsonFormatter(logging.Formatter):
             return json.dumps({key: str(value) for key, value in event.items()})
 
 
-def configure_logging(log_format: Literal["text", "json"], log_level: str) -> None:
+class BackgroundStream:
+    """Writes to a stream from a thread of its own, so that a reader who has stopped reading holds nobody up.
+
+    What finds the queue full is dropped, and a line says how much that was once there is room again.
+
+    Arguments:
+        stream: written to by that thread alone.
+        lines: how many may wait.
+    """
+
+    def __init__(self, stream: TextIO, lines: int = 10_000) -> None:
+        self._stream = stream
+        self._queue: queue.Queue[str | None] = queue.Queue(lines)
+        self._dropped = 0
+        # A daemon: one that is stuck in a write must not keep the process.
+        self._thread = threading.Thread(target=self._write_all, name="trioserve-log", daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> None:
+        """Hand text over. Never waits."""
+        try:
+            self._queue.put_nowait(text)
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Nothing to do here: the thread flushes what it writes."""
+
+    def close(self, seconds: float) -> None:
+        """Let the thread write what waits, for so long at most."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(seconds)
+
+    def _write_all(self) -> None:
+        while (text := self._queue.get()) is not None:
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                text += f"{dropped} lines of the log were lost: nobody read it\n"
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError):  # the reader has gone, or the stream was closed: serve on without a log
+                continue
+
+
+def configure_logging(
+    log_format: Literal["text", "json"], log_level: str, *, background: bool = False
+) -> BackgroundStream | None:
     """Send the events of the ``trioserve`` logger to stderr. Calling it again replaces what was set before.
 
     Arguments:
         log_format: ``text`` or ``json``.
         log_level: debug, info, warning or error; what is below it is dropped.
+        background: write from a thread, so that logging never waits.
+
+    Returns:
+        What writes in the background, to be closed at the end; None where nothing does.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    stream = BackgroundStream(sys.stderr) if background and sys.stderr is not None else None
+    handler = _handler(stream)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logger = logging.getLogger(LOGGER_NAME)
     for old in list(logger.handlers):
@@ -99,3 +155,11 @@ def configure_logging(log_format: Literal["text", "json"], log_level: str) -> No
     logger.setLevel(log_level.upper())
     # A program that embeds the server may have handlers of its own at the root; each event is to appear once.
     logger.propagate = False
+    return stream
+
+
+def _handler(stream: BackgroundStream | None) -> logging.Handler:
+    if stream is not None:
+        return logging.StreamHandler(stream)
+    # Without a stderr (the descriptor was closed) there is nowhere to log to.
+    return logging.NullHandler() if sys.stderr is None else logging.StreamHandler(sys.stderr)

@@ -12,40 +12,57 @@ from typing import TextIO
 
 import trio
 
-from trioserve.config import Config, check_model_file
+from trioserve.config import Config
 from trioserve.errors import TrioserveError
 from trioserve.http.app import create_app
 from trioserve.http.listener import bind, serve_http, url
 from trioserve.logs import configure_logging
 from trioserve.service import Service, open_service
+from trioserve.service.checks import check_models
 
 logger = logging.getLogger("trioserve")
 
 CLEAN, FAILED, CUT_OFF = 0, 1, 3
 """Exit codes: all work was done; the server could not start or crashed; work was cut off at the end of the drain."""
 
+LOG_SECONDS = 1.0
+"""How long the last lines of the log may take to be written."""
+
+_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+
+
+def _heeded() -> list[signal.Signals]:
+    """The signals that end the server; what was ignored at its start (nohup ignores SIGHUP) stays ignored."""
+    return [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
 
 def serve(config: Config) -> int:
     """Serve until a signal, drain, and return the exit code.
 
     Raises:
-        ConfigError: the address can't be had.
+        ConfigError: the address, a certificate or a chat template can't be used.
         InvalidModelError: a model file can't be used.
     """
-    configure_logging(config.log_format, config.log_level)
-    for model in config.models:
-        check_model_file(model.path)
+    check_models(config)
     sock = bind(config)
+    log = configure_logging(config.log_format, config.log_level, background=True)
     with sock:
-        return trio.run(_main, config, sock)
+        try:
+            return trio.run(_main, config, sock)
+        finally:
+            # Too late for another signal to mean anything: it must not change the exit code.
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            if log is not None:
+                log.close(LOG_SECONDS)
 
 
 async def _main(config: Config, sock: socket.socket) -> int:
     # Signals are caught before anything is loaded and until everything is freed: an early one and a late one find the
     # same orderly way out.
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    with trio.open_signal_receiver(*_heeded()) as signals:
         async with trio.open_nursery() as nursery:
-            progress = _Progress(sys.stderr) if sys.stderr.isatty() else None
+            progress = _Progress(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
             async with open_service(config, progress=progress) as service:
                 ending = _Ending(service)
                 nursery.start_soon(ending.watch_signals, signals)

@@ -175,6 +175,8 @@ def _parse_document(path: Path, origin: str) -> dict[str, Any]:
     if suffix not in {".toml", ".json"}:
         raise config_error(f"configuration file {str(path)!r} must end in .toml or .json", origin)
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise config_error(f"configuration file {str(path)!r} is no regular file", origin)
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise config_error(f"file {str(path)!r} is not UTF-8 text: bad byte at offset {error.start}", origin) from None

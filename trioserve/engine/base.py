@@ -173,6 +173,7 @@ class Weights(Protocol):
         bos_text, eos_text: the special tokens as text, for the template.
         bos: id of the beginning-of-sequence token, or None.
         max_sessions: how many sessions may exist at once.
+        longest_piece: bytes of the longest token, at least 1.
     """
 
     name: str
@@ -184,6 +185,11 @@ class Weights(Protocol):
     bos: int | None
     vocab_size: int
     max_sessions: int
+
+    @property
+    def longest_piece(self) -> int:
+        """See above; computed at its first use."""
+        ...
 
     def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
         """Turn text into token ids.

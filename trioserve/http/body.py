@@ -16,6 +16,19 @@ Parsed = TypeVar("Parsed")
 _INLINE_BYTES = 256 * 1024  # larger bodies are decoded in a thread, so that they don't hold up the event loop
 
 
+_large = trio.lowlevel.RunVar[trio.CapacityLimiter]("trioserve_large_bodies")
+
+
+def _large_bodies() -> trio.CapacityLimiter:
+    """Decoded, a large body takes many times its size: few at a time."""
+    try:
+        return _large.get()
+    except LookupError:
+        limiter = trio.CapacityLimiter(2)
+        _large.set(limiter)
+        return limiter
+
+
 async def read_as(request: Request, parse: Callable[[dict[str, object]], Parsed], *, optional: bool = False) -> Parsed:
     """Return the body as what ``parse`` makes of a JSON object. Large bodies are decoded and parsed in a thread.
 
@@ -36,7 +49,11 @@ async def read_as(request: Request, parse: Callable[[dict[str, object]], Parsed]
     def decode_and_parse() -> Parsed:
         return parse(decode_object(data))
 
-    return decode_and_parse() if len(data) <= _INLINE_BYTES else await trio.to_thread.run_sync(decode_and_parse)
+    return (
+        decode_and_parse()
+        if len(data) <= _INLINE_BYTES
+        else await trio.to_thread.run_sync(decode_and_parse, limiter=_large_bodies())
+    )
 
 
 def decode_object(data: bytes) -> dict[str, object]:
@@ -54,8 +71,10 @@ def decode_object(data: bytes) -> dict[str, object]:
         raise InvalidRequestError(f"the body is not valid JSON: {error.msg} at {where}") from None
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
-    except ValueError as error:  # among them: integers of more digits than Python converts
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    except ValueError as error:
+        # Integers of more digits than Python converts come with advice that is not for clients.
+        what = "an integer has too many digits" if "set_int_max_str_digits" in str(error) else str(error)
+        raise InvalidRequestError(f"the body is not valid JSON: {what}") from None
     if not isinstance(decoded, dict):
         raise InvalidRequestError("the body must be a JSON object")
     return decoded

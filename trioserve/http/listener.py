@@ -175,6 +175,10 @@ def bind(config: Config) -> socket.socket:
     """
     theirs = hypercorn_config(config)
     try:
+        theirs.create_ssl_context()
+    except OSError as error:  # SSLError is one
+        raise ConfigError(f"certfile and keyfile can't be used: {error}", param="certfile") from None
+    try:
         sockets = theirs.create_sockets()
     except OSError as error:
         raise ConfigError(f"cannot listen on {theirs.bind[0]}: {error.strerror or error}", param="port") from None

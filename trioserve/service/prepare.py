@@ -12,10 +12,11 @@ from trioserve.chat import ChatTemplate, default_template, normalise_messages, r
 from trioserve.engine.base import SequenceRequest, Weights
 from trioserve.errors import ContextLengthError, InvalidRequestError
 from trioserve.runtime.pool import Pool
-from trioserve.service.requests import ChatPrompt, GenerationRequest, TokenPrompt
+from trioserve.service.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 
 _INLINE_CHARACTERS = 4096  # shorter prompts are prepared faster than a thread is woken
 _PREPARATIONS = 4
+_TOKENISED_CHARACTERS = 256 * 1024  # a longer text is only tokenised where it could fit: that takes a second a megabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,7 @@ class Preparer:
 
 def prepare(pool: Pool, request: GenerationRequest) -> Prepared:
     """Render, tokenise and check a prompt; see ``Preparer.prepare``. Reads the pool's weights only."""
-    if isinstance(request.prompt, TokenPrompt):
-        _check_length(len(request.prompt.tokens), pool, request)
+    _check_length(_least_tokens(pool, request), pool, request, at_least=True)
     prompt = _tokens(pool, request)
     _check_length(len(prompt), pool, request)
     sequence = SequenceRequest(
@@ -73,10 +73,25 @@ def prepare(pool: Pool, request: GenerationRequest) -> Prepared:
     return Prepared(pool, sequence)
 
 
-def _check_length(tokens: int, pool: Pool, request: GenerationRequest) -> None:
+def _least_tokens(pool: Pool, request: GenerationRequest) -> int:
+    """How many tokens a prompt has at the least, told without a tokenizer: those of megabytes take it minutes."""
+    prompt = request.prompt
+    if isinstance(prompt, TokenPrompt):
+        return len(prompt.tokens)
+    messages = prompt.messages if isinstance(prompt, ChatPrompt) else ()
+    characters = sum(len(str(message.get("content"))) for message in messages)
+    if isinstance(prompt, TextPrompt):
+        characters = len(prompt.text)
+    if characters <= _TOKENISED_CHARACTERS:
+        return len(messages)
+    return max(len(messages), characters // pool.weights.longest_piece)
+
+
+def _check_length(tokens: int, pool: Pool, request: GenerationRequest, *, at_least: bool = False) -> None:
     if tokens >= pool.n_ctx:
+        count = f"at least {tokens}" if at_least and not isinstance(request.prompt, TokenPrompt) else str(tokens)
         raise ContextLengthError(
-            f"the prompt has {tokens} tokens, but a slot's context holds {pool.n_ctx} (n_ctx) and one of them is "
+            f"the prompt has {count} tokens, but a slot's context holds {pool.n_ctx} (n_ctx) and one of them is "
             "needed for the answer",
             param=_field(request),
         )

@@ -105,6 +105,7 @@ class FakeWeights:
         self.bos_text = self.eos_text = ""
         self.bos: int | None = None
         self.vocab_size = VOCAB_SIZE
+        self.longest_piece = 1
         self.max_sessions = engine.max_sessions
         self.sessions: list[FakeSession] = []
 

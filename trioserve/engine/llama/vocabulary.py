@@ -65,6 +65,11 @@ class Vocabulary:
         """All tokens that end an answer, in rising order."""
         return [token for token in range(self.size) if self.ends_generation(token)]
 
+    @functools.cached_property
+    def longest_piece(self) -> int:
+        """Bytes of the longest token, special ones included; at least 1."""
+        return max(1, *(len(self._render(token, special=True)) for token in range(self.size)))
+
     def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
         """Turn text into token ids; see ``engine.base.Weights.tokenize``."""
         data = text.encode("utf-8")

@@ -48,6 +48,11 @@ class LlamaWeights:
         self.eos_text = self._vocabulary.eos_text
         self.max_sessions = MAX_SLOTS
 
+    @property
+    def longest_piece(self) -> int:
+        """Bytes of the longest token."""
+        return self._vocabulary.longest_piece
+
     def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
         """Turn text into token ids."""
         return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)

@@ -107,7 +107,7 @@ class GenerationFields(Schema):
         for name, values in cls.neutral.items():
             value = body.get(name)
             if value is not None and not any(_same(value, neutral) for neutral in values):
-                raise InvalidRequestError(f"{name} is not supported by this server; leave it out", param=name)
+                raise InvalidRequestError(f"{name} is not supported with this value; leave it out", param=name)
         parsed._check_stops()
         return parsed
 

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator
 from trioserve.errors import InvalidRequestError
 from trioserve.http.schemas.base import INT64, GenerationFields, Schema, encodable
 
+MAX_MESSAGES = 16_384
+
 
 class Message(Schema):
     """One message of a conversation. Fields that aren't named here go to the chat template as they are."""
@@ -48,7 +50,9 @@ class ChatCompletionRequest(GenerationFields):
         "reasoning_effort": ("none",),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, description="The conversation so far.")]
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far.")
+    ]
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64, description="The same as max_tokens, newer name.")
 
     @classmethod

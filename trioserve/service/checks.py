@@ -1,0 +1,29 @@
+"""What can be said of a configuration before anything is started."""
+
+from __future__ import annotations
+
+from trioserve.chat import ChatTemplate
+from trioserve.config import Config, ModelConfig, check_model_file
+from trioserve.errors import ChatTemplateError, ConfigError
+
+
+def check_models(config: Config) -> None:
+    """Look at every model's file and template.
+
+    Raises:
+        InvalidModelError: a file can't be used.
+        ConfigError: a chat template is no template.
+    """
+    for model in config.models:
+        check_model(model)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Look at one model's file and template; see ``check_models`` for the errors."""
+    check_model_file(model.path)
+    if model.chat_template is None:
+        return
+    try:
+        ChatTemplate(model.chat_template, bos_token="", eos_token="")
+    except ChatTemplateError as error:
+        raise ConfigError(f"chat_template of model {model.id!r}: {error.message}") from None
