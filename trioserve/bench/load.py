@@ -149,7 +149,8 @@ def _open_client(target: Target, workload: Workload) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         headers={"authorization": f"Bearer {target.key}"} if target.key else {},
         timeout=httpx.Timeout(workload.timeout, connect=_CONNECT_SECONDS),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        # A connection for each request: some servers close idle ones in the very moment of the next request.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,  # a proxy named in the environment would be measured too
     )
 
