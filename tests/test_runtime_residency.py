@@ -377,7 +377,7 @@ async def test_a_models_own_time_counts(town_for, mock_clock, eventually, server
 async def test_a_new_configuration_brings_its_own_time(town_for, mock_clock, eventually):
     async with town_for("a", idle_unload=60) as town:
         await town.use("a")
-        await town["a"].reconfigure(town["a"].config.model_copy(update={"keep_alive_ms": 5000}))
+        await town["a"].reconfigure(lambda config: config.model_copy(update={"keep_alive_ms": 5000}))
         await wait_all_tasks_blocked()
         mock_clock.jump(6)
         await eventually(lambda: town["a"].status().state is UNLOADED)

@@ -355,6 +355,98 @@ async def test_a_load_that_fails_after_the_old_pool_is_gone_leaves_the_new_confi
         assert (status(service).n_ctx, len(service.registry.get("m").pool.slots)) == (512, 2)
 
 
+@pytest.mark.parametrize("content", [None, b"no model at all"])
+@pytest.mark.parametrize("before", ["loading", "unloaded"])
+async def test_a_replacement_of_what_is_loaded_meanwhile_is_tried_in_its_turn(
+    service_with, tmp_path, engine, before, content
+):
+    path = tmp_path / "bad.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    async with service_with() as service, trio.open_nursery() as nursery:
+        gate = engine.load_gate if before == "loading" else engine.step_gate
+        gate.shut()
+        if before == "loading":
+            Caller(nursery, use, service)
+        else:
+            Caller(nursery, service.management.load, {"id": "m"})
+        caller = Caller(nursery, service.management.load, {"id": "m", "path": str(path)})
+        await wait_all_tasks_blocked()
+        gate.open()
+        while not caller.ended:
+            await trio.lowlevel.checkpoint()
+        assert isinstance(caller.error, InvalidModelError)
+        assert (status(service).state, engine.closed, engine.loads) == (READY, [], 1)
+        assert service.registry.get("m").config.path.name == "m.gguf"
+
+
+async def test_a_replacement_that_cannot_be_loaded_is_found_out_in_its_turn(service_with, make_model_file, engine):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.load_gate.shut()
+        Caller(nursery, use, service)
+        await engine.load_gate.arrived()
+        caller = Caller(nursery, service.management.load, {"id": "m", "path": str(make_model_file("new.gguf"))})
+        await wait_all_tasks_blocked()
+        engine.load_gate.let()
+        await engine.load_gate.arrived(2)
+        engine.failing_loads = 1
+        engine.load_gate.open()
+        while not caller.ended:
+            await trio.lowlevel.checkpoint()
+        assert isinstance(caller.error, ModelLoadError)
+        assert (status(service).state, engine.closed) == (READY, [])
+        assert await use(service) == ANSWER
+
+
+async def test_loads_of_one_model_that_wait_together_keep_each_others_settings(service_with, engine):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        callers = [
+            Caller(nursery, service.management.load, {"id": "m", **change}) for change in ({"n_ctx": 512}, {"slots": 2})
+        ]
+        while service.registry.get("m")._gate.statistics().waiting_managers < 2:
+            await trio.lowlevel.checkpoint()
+        engine.step_gate.open()
+        while not all(caller.ended for caller in callers):
+            await trio.lowlevel.checkpoint()
+        assert [caller.error for caller in callers] == [None, None]
+        assert (status(service).n_ctx, status(service).slots) == (512, 2)
+
+
+async def test_a_load_whose_settings_do_not_go_with_what_came_before_it_changes_nothing(service_with, engine):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        first = Caller(nursery, service.management.load, {"id": "m", "n_batch": 100})
+        model = service.registry.get("m")
+        while model._gate.statistics().waiting_managers < 1:
+            await trio.lowlevel.checkpoint()
+        second = Caller(nursery, service.management.load, {"id": "m", "n_ubatch": 200})
+        while model._gate.statistics().waiting_managers < 2:
+            await trio.lowlevel.checkpoint()
+        engine.step_gate.open()
+        while not second.ended:
+            await trio.lowlevel.checkpoint()
+        assert first.error is None
+        assert isinstance(second.error, InvalidRequestError)
+        assert (status(service).state, model.config.n_batch, model.config.n_ubatch) == (READY, 100, 100)
+
+
+async def test_a_load_that_may_not_wait_is_refused_before_it_is_tried(service_with, make_model_file, engine):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        new = str(make_model_file("new.gguf"))
+        with pytest.raises(ServerBusyError):
+            await service.management.load({"id": "m", "path": new, "busy_timeout_ms": 0})
+        assert engine.loads == 1
+        engine.step_gate.open()
+
+
 # -- roots
 
 

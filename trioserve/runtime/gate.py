@@ -23,6 +23,14 @@ class Gate:
         self._admission = admission
         self._waiting: dict[Ticket, trio.Event] = {}
 
+    def check(self, ticket: Ticket) -> None:
+        """See that a ticket would not be turned away if it entered now.
+
+        Raises:
+            ServerBusyError: it would.
+        """
+        self._admission.check(ticket, trio.current_time())
+
     def enter(self, ticket: Ticket) -> None:
         """Take a place in the queue, at once. ``granted`` or ``withdraw`` follows.
 

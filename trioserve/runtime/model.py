@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -26,6 +26,9 @@ from trioserve.scheduling.lifecycle import ModelEvent, ModelState
 from trioserve.scheduling.residency import Resident
 
 logger = logging.getLogger("trioserve.model")
+
+Change = Callable[[ModelConfig], ModelConfig]
+"""Makes a model's next configuration from the one it has; raises where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +170,15 @@ class Model:
 
     # -- management
 
-    async def reconfigure(self, config: ModelConfig, wait: float | None = None) -> None:
-        """Load the model with a configuration, in its turn.
+    async def reconfigure(self, change: Change, wait: float | None = None) -> None:
+        """Load the model with a new configuration, in its turn.
 
         The configuration is tried before the model's turn comes: while a live pool serves on, and before anything of it
-        is touched. A configuration that is refused changes nothing.
+        is touched. Where others have changed the model meanwhile, it is made and tried anew in the turn. One that is
+        refused changes nothing.
 
         Arguments:
-            config: for the same id.
+            change: asked for the configuration, for the same id: at once, and again in the model's turn.
             wait: seconds that the caller may wait for its turn.
 
         Raises:
@@ -183,15 +187,22 @@ class Model:
                 the new configuration is registered and unloaded, and the next request tries again.
             ServerBusyError, InsufficientMemoryError: no turn within the wait; or no room, like a failed load.
         """
+        ticket = Ticket(Kind.MANAGER, wait)
+        self._gate.check(ticket)  # before anything that costs much is done in vain
         async with AsyncExitStack() as trial:
-            if self._loader.pool is not None and not same_pool(config, self.config):
-                await self._try_out(config, trial)
+            tried = None
+            if self._replaces_pool(config := change(self.config)):
+                await self._try_out(tried := config, trial)
             # Threads that look and try are waited for; a caller who left meanwhile wants nothing changed.
             await trio.lowlevel.checkpoint_if_cancelled()
-            ticket = Ticket(Kind.MANAGER, wait)
             await self._gate.pass_through(ticket)
             try:
                 await self._loader.settle()
+                config = change(self.config)
+                if self._replaces_pool(config) and not (tried and same_pool(config, tried)):
+                    await trial.aclose()
+                    await self._try_out(config, trial)
+                    await trio.lowlevel.checkpoint_if_cancelled()
                 await self._commit(config)
             finally:
                 self._gate.release(ticket)
@@ -286,6 +297,10 @@ class Model:
 
     async def _make_room(self, nbytes: int) -> None:
         await self._house.residency.make_room(self, nbytes)
+
+    def _replaces_pool(self, config: ModelConfig) -> bool:
+        """Whether a live pool would have to go for this configuration."""
+        return self._loader.pool is not None and not same_pool(config, self.config)
 
     async def _try_out(self, config: ModelConfig, trial: AsyncExitStack) -> None:
         """See that a configuration can be loaded, beside the live one where the memory allows that."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -66,12 +67,11 @@ class Management:
             ServerBusyError, ModelLoadError, InsufficientMemoryError: see ``Model.reconfigure``.
         """
         self._check_accepting()
-        config = _validated(settings, known := self._registered(settings.get("id")))
-        if known is None and (known := self._registered(config.id)) is not None:  # named by its file alone
-            config = _validated(settings, known)
-        self._check_root(config.path)
-        model = known or await self._register(config)
-        await model.reconfigure(config, self._wait(model, config.busy_timeout_ms))
+        model, config = self._meant(settings)
+        if model is None:
+            model = await self._register(config)
+        # What is left out is as it is in the model's turn: others may change it until then.
+        await model.reconfigure(partial(self._merged, settings), self._wait(model, config.busy_timeout_ms))
         return model.status()
 
     async def unload(self, model_id: str, busy_timeout_ms: int | None = None) -> ModelStatus:
@@ -136,6 +136,19 @@ class Management:
         if errors:
             raise errors[0]
 
+    def _meant(self, settings: Mapping[str, object]) -> tuple[Model | None, ModelConfig]:
+        """Which model a load is for, None where it is a new one, and its configuration if nothing comes between."""
+        known = self._registered(settings.get("id"))
+        config = self._merged(settings, known.config if known else None)
+        if known is None and (known := self._registered(config.id)) is not None:  # named by its file alone
+            config = self._merged(settings, known.config)
+        return known, config
+
+    def _merged(self, settings: Mapping[str, object], before: ModelConfig | None) -> ModelConfig:
+        config = _validated(settings, before)
+        self._check_root(config.path)
+        return config
+
     def _registered(self, model_id: object) -> Model | None:
         return self._registry.get(model_id) if isinstance(model_id, str) else None
 
@@ -168,12 +181,12 @@ class Management:
         return effective_wait(self._config.busy_timeout_ms, model.config.busy_timeout_ms, busy_timeout_ms)
 
 
-def _validated(settings: Mapping[str, object], known: Model | None) -> ModelConfig:
+def _validated(settings: Mapping[str, object], before: ModelConfig | None) -> ModelConfig:
     """Check a load's settings; what is left out, or null, is as it was."""
     given = {name: value for name, value in settings.items() if value is not None}
-    before = known.config.model_dump(exclude_unset=True) if known is not None else {}
+    kept = before.model_dump(exclude_unset=True) if before is not None else {}
     try:
-        return ModelConfig.model_validate({**before, **given})
+        return ModelConfig.model_validate({**kept, **given})
     except ValidationError as error:
         problem = explain(error, "model")
         raise InvalidRequestError(problem.text, param=problem.name) from None
