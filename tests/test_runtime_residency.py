@@ -359,6 +359,36 @@ async def test_a_model_that_was_loaded_and_never_used_goes_as_well(town_for, moc
         await eventually(lambda: town["a"].status().state is UNLOADED)
 
 
+async def test_a_waiter_that_is_granted_as_it_leaves_starts_the_time(town_for, mock_clock, eventually):
+    async with town_for("a", idle_unload=60) as town, trio.open_nursery() as nursery:
+        lease = await town["a"].admit(None)
+        await lease.ready()
+        nursery.start_soon(town.use, "a")
+        await wait_all_tasks_blocked()
+        mock_clock.jump(61)
+        await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+        lease.release()
+        with trio.CancelScope(shield=True):
+            await wait_all_tasks_blocked()
+            assert town["a"].status().state is READY
+            mock_clock.jump(61)
+            await eventually(lambda: town["a"].status().state is UNLOADED)
+
+
+async def test_an_operation_that_leaves_last_starts_the_time(town_for, mock_clock, eventually):
+    async with town_for("a", idle_unload=60) as town:
+        await town.use("a")
+        await wait_all_tasks_blocked()
+        ticket = town["a"].begin_unload()
+        mock_clock.jump(61)
+        await wait_all_tasks_blocked()
+        town["a"].cancel_unload(ticket)
+        await wait_all_tasks_blocked()
+        mock_clock.jump(61)
+        await eventually(lambda: town["a"].status().state is UNLOADED)
+
+
 @pytest.mark.parametrize(
     ("server", "model", "stays"), [(0, None, True), (60, 0, True), (0, 60_000, False), (9000, 60_000, False)]
 )

@@ -132,6 +132,21 @@ async def test_two_registrations_of_one_id_make_one_model(service_with, make_mod
     assert ids(service) == ["m", "other", "new"]
 
 
+async def test_a_request_in_the_very_moment_of_the_registration_is_answered(service_with, make_model_file, monkeypatch):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        users, add = [], service.registry.add
+
+        def add_then_use(model):
+            add(model)
+            users.append(Caller(nursery, use, service, model.id))
+
+        monkeypatch.setattr(service.registry, "add", add_then_use)
+        for number in range(10):  # which task is first in a tick is random
+            told = await service.management.load({"id": f"new{number}", "path": str(make_model_file("new.gguf"))})
+            assert told.loaded
+    assert [(user.result, user.error) for user in users] == [(ANSWER, None)] * 10
+
+
 # -- reconfigure
 
 
@@ -356,23 +371,23 @@ async def test_a_load_that_fails_after_the_old_pool_is_gone_leaves_the_new_confi
 
 
 @pytest.mark.parametrize("content", [None, b"no model at all"])
-@pytest.mark.parametrize("before", ["loading", "unloaded"])
+@pytest.mark.parametrize("loaded_by", ["request", "operation"])
 async def test_a_replacement_of_what_is_loaded_meanwhile_is_tried_in_its_turn(
-    service_with, tmp_path, engine, before, content
+    service_with, tmp_path, engine, loaded_by, content
 ):
     path = tmp_path / "bad.gguf"
     if content is not None:
         path.write_bytes(content)
     async with service_with() as service, trio.open_nursery() as nursery:
-        gate = engine.load_gate if before == "loading" else engine.step_gate
-        gate.shut()
-        if before == "loading":
+        engine.load_gate.shut()
+        if loaded_by == "request":
             Caller(nursery, use, service)
         else:
             Caller(nursery, service.management.load, {"id": "m"})
+        await engine.load_gate.arrived()
         caller = Caller(nursery, service.management.load, {"id": "m", "path": str(path)})
         await wait_all_tasks_blocked()
-        gate.open()
+        engine.load_gate.open()
         while not caller.ended:
             await trio.lowlevel.checkpoint()
         assert isinstance(caller.error, InvalidModelError)

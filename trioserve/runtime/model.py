@@ -102,8 +102,9 @@ class Model:
         self.created = int(time.time())
         self._house = house
         self._loader = Loader(house.engine, house.cache, house.cores, house.progress, self._note_use)
-        self._gate = Gate(Admission(config.slots, self._max_queued(config)))
+        self._gate = Gate(Admission(config.slots, self._max_queued(config)), self._note_use)
         self._nursery: trio.Nursery | None = None
+        self._running = trio.Event()
         self._last_used = trio.current_time()
         self._changed = trio.Event()
         self._unloaded = trio.Event()
@@ -129,6 +130,7 @@ class Model:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the nursery of loads, pools and slots until cancelled."""
         async with trio.open_nursery() as self._nursery:
+            self._running.set()
             task_status.started()
             await self._retire_when_idle()
 
@@ -150,7 +152,6 @@ class Model:
     def take_back(self, ticket: Ticket) -> None:
         """Return a lease's slot. Only ``Lease.release`` calls this."""
         self._gate.release(ticket)
-        self._note_use()
 
     async def ensure_loaded(self) -> Pool:
         """Return the pool, loading the model first where that has to be. All callers share one load.
@@ -206,7 +207,6 @@ class Model:
                 await self._commit(config)
             finally:
                 self._gate.release(ticket)
-                self._note_use()
 
     async def unload(self, wait: float | None = None) -> None:
         """Let earlier work finish, then free the pool. Without effect on an unloaded model.
@@ -245,7 +245,6 @@ class Model:
                 await self._unload()
         finally:
             self._gate.release(ticket)
-            self._note_use()
 
     async def try_unload(self) -> bool:
         """Unload if nobody holds or waits for anything, and say whether that was done. Never waits for others."""
@@ -292,7 +291,9 @@ class Model:
     # -- how
 
     async def _load(self, event: ModelEvent) -> Pool:
-        assert self._nursery is not None, "models run before they are used"
+        if self._nursery is None:  # it was found in the very moment of its registration
+            await self._running.wait()
+        assert self._nursery is not None, "a running model has its nursery"
         return await self._loader.attempt(self._nursery, self.config, self._make_room, event).wait()
 
     async def _make_room(self, nbytes: int) -> None:

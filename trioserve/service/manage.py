@@ -161,8 +161,7 @@ class Management:
             return other
         model = Model(config, self._house)
         self._registry.add(model)
-        with trio.CancelScope(shield=True):  # a model that is registered runs, whatever becomes of this caller
-            await self._nursery.start(model.run)
+        self._nursery.start_soon(model.run)  # whoever finds the model before it runs waits for that
         logger.info("model %s is registered", model.id, extra={"fields": {"path": str(config.path)}})
         return model
 
