@@ -101,7 +101,7 @@ class Model:
         self.config = config
         self.created = int(time.time())
         self._house = house
-        self._loader = Loader(house.engine, house.cache, house.cores, house.progress, self._note_use)
+        self._loader = Loader(house.engine, house.cache, house.cores, house.progress, self._note_settled)
         self._gate = Gate(Admission(config.slots, self._max_queued(config)), self._note_use)
         self._nursery: trio.Nursery | None = None
         self._running = trio.Event()
@@ -286,7 +286,14 @@ class Model:
             return None
         state = self._loader.state
         idle = state is ModelState.READY and self._gate.idle
-        return Resident(self.id, idle, self._last_used, self._loader.nbytes, leaving=state is ModelState.UNLOADING)
+        return Resident(
+            self.id,
+            idle,
+            self._last_used,
+            self._loader.nbytes,
+            leaving=state is ModelState.UNLOADING,
+            loading=state is ModelState.LOADING,
+        )
 
     # -- how
 
@@ -320,6 +327,7 @@ class Model:
             await self._loader.retire()
             # The point of no return: the old pool is gone.
             self._adopt(config)
+            self._house.residency.keep_place(self)
             await self._load(ModelEvent.RECONFIGURE_COMMITTED)
 
     async def _load_with(self, config: ModelConfig) -> None:
@@ -347,6 +355,10 @@ class Model:
 
     def _max_queued(self, config: ModelConfig) -> int:
         return self._house.max_queued if config.max_queued_requests is None else config.max_queued_requests
+
+    def _note_settled(self) -> None:
+        self._house.residency.settled(self)
+        self._note_use()
 
     def _note_use(self) -> None:
         self._last_used = trio.current_time()
