@@ -240,6 +240,37 @@ async def test_without_memory_for_both_the_old_one_goes_first(service_with, make
         assert await use(service) == ANSWER
 
 
+@pytest.fixture
+def starting(service_for, make_model_file, tmp_path):
+    """A service with a model ``m`` that loads at the start."""
+    model = ModelConfig(path=make_model_file("m.gguf"), id="m", slots=2)
+    return service_for(model, management=True, model_roots=(tmp_path,))
+
+
+async def test_a_load_right_at_the_start_takes_its_turn_after_the_start(starting, engine):
+    async with starting as service:
+        told = await service.management.load({"id": "m", "n_ctx": 512})
+        assert (told.n_ctx, told.state) == (512, READY)
+        await service.wait_started()
+        assert len(service.registry.get("m").pool.slots) == 2
+
+
+@pytest.mark.parametrize("operation", ["load", "unload"])
+async def test_an_operation_that_may_not_wait_is_refused_while_the_start_loads(starting, engine, operation):
+    engine.load_gate.shut()
+    async with starting as service:
+        await engine.load_gate.arrived()
+        call = {
+            "load": lambda: service.management.load({"id": "m", "n_ctx": 512, "busy_timeout_ms": 0}),
+            "unload": lambda: service.management.unload("m", busy_timeout_ms=0),
+        }[operation]
+        with pytest.raises(ServerBusyError):
+            await call()
+        engine.load_gate.open()
+        await service.wait_started()
+        assert status(service).n_ctx == 4096
+
+
 # -- what is refused
 
 
@@ -582,9 +613,39 @@ async def test_a_bulk_unload_that_runs_out_of_time_has_unloaded_the_others(servi
         mock_clock.jump(2)
         await wait_all_tasks_blocked()
         assert isinstance(caller.error, ServerBusyError)
+        assert "not unloaded: m: " in caller.error.message
         assert status(service).state is READY
         engine.step_gate.open()
     assert user.result == ANSWER
+
+
+async def test_an_id_that_is_registered_during_a_bulk_unload_was_not_found(service_with, engine, make_model_file):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        bulk = Caller(nursery, service.management.unload_many, ["m", "new"])
+        await wait_all_tasks_blocked()
+        await service.management.load({"id": "new", "path": str(make_model_file("new.gguf"))})
+        engine.step_gate.open()
+        while not bulk.ended:
+            await trio.lowlevel.checkpoint()
+        assert (bulk.result.unloaded, bulk.result.not_found) == (["m"], ["new"])
+
+
+async def test_something_unforeseen_in_a_bulk_unload_is_told_as_it_is(service_with, monkeypatch):
+    async with service_with() as service:
+        await use(service)
+        await use(service, "other")
+
+        async def fail():
+            raise ValueError("unforeseen")
+
+        monkeypatch.setattr(service.registry.get("m")._loader, "settle", fail)
+        with pytest.raises(ValueError, match="unforeseen"):
+            await service.management.unload_all()
+        assert status(service, "other").state is UNLOADED
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("operation", ["load", "unload", "unload_all"])

@@ -12,7 +12,7 @@ import trio
 from pydantic import ValidationError
 
 from trioserve.config import Config, ModelConfig, explain
-from trioserve.errors import InvalidRequestError, ModelNotFoundError
+from trioserve.errors import InvalidRequestError, ModelNotFoundError, ServerBusyError
 from trioserve.runtime.loader import inspect
 from trioserve.runtime.model import House, Model, ModelStatus
 from trioserve.runtime.registry import Registry
@@ -91,13 +91,11 @@ class Management:
     async def unload_many(self, model_ids: Sequence[str], busy_timeout_ms: int | None = None) -> BulkResult:
         """Unload several models, each as soon as it is free; see ``_unload_each``. Unknown ids are told."""
         self._check_accepting()
-        wanted = list(dict.fromkeys(model_ids))
-        models = [model for model_id in wanted if (model := self._registry.get(model_id)) is not None]
+        found = {model_id: self._registry.get(model_id) for model_id in model_ids}  # of this moment, each id once
+        models = [model for model in found.values() if model is not None]
+        not_found = [model_id for model_id, model in found.items() if model is None]
         await self._unload_each(models, busy_timeout_ms)
-        return BulkResult(
-            unloaded=[model.id for model in models],
-            not_found=[model_id for model_id in wanted if self._registry.get(model_id) is None],
-        )
+        return BulkResult(unloaded=[model.id for model in models], not_found=not_found)
 
     async def unload_all(self, busy_timeout_ms: int | None = None) -> BulkResult:
         """Unload every model that is registered at this moment; see ``_unload_each``."""
@@ -110,8 +108,8 @@ class Management:
         """Raise all barriers in one step, then let each model go in its own time: none waits for another.
 
         Raises:
-            ServerBusyError: for one of them there was no turn within the wait. The others are unloaded all the same,
-                unless it was turned away on arrival: then nothing was changed.
+            ServerBusyError: for the ones that it names there was no turn within the wait. The others are unloaded all
+                the same, unless one was turned away on arrival: then nothing was changed.
         """
         barriers: list[tuple[Model, Ticket]] = []
         try:
@@ -122,19 +120,26 @@ class Management:
             for model, ticket in barriers:
                 model.cancel_unload(ticket)
             raise
-        errors: list[Exception] = []
+        refused: dict[str, ServerBusyError] = {}
+        unforeseen: list[Exception] = []
 
         async def finish(model: Model, ticket: Ticket) -> None:
             try:
                 await model.finish_unload(ticket)
-            except Exception as error:
-                errors.append(error)
+            except ServerBusyError as error:
+                refused[model.id] = error
+            except Exception as error:  # told on its own below: a nursery would wrap it
+                logger.exception("model %s could not be unloaded", model.id)
+                unforeseen.append(error)
 
         async with trio.open_nursery() as nursery:
             for model, ticket in barriers:
                 nursery.start_soon(finish, model, ticket)
-        if errors:
-            raise errors[0]
+        if unforeseen:
+            raise unforeseen[0]
+        if refused:
+            names = ", ".join(model.id for model in models if model.id in refused)
+            raise ServerBusyError(f"not unloaded: {names}: {next(iter(refused.values())).message}")
 
     def _meant(self, settings: Mapping[str, object]) -> tuple[Model | None, ModelConfig]:
         """Which model a load is for, None where it is a new one, and its configuration if nothing comes between."""
