@@ -819,15 +819,69 @@ async def test_a_draining_service_changes_nothing_any_more(service_with, make_mo
         assert ids(service) == ["m", "other"]
 
 
-async def test_a_registration_that_a_drain_overtakes_is_turned_away(service_with, make_model_file, inspect_gate):
+@pytest.mark.parametrize("model", ["new", "m"])
+async def test_a_drain_waits_for_an_operation_that_is_under_way(
+    service_with, make_model_file, inspect_gate, model, caplog
+):
+    caplog.set_level("INFO")
     async with service_with() as service, trio.open_nursery() as nursery:
         inspect_gate.shut()
-        caller = Caller(nursery, service.management.load, {"id": "new", "path": str(make_model_file("new.gguf"))})
+        caller = Caller(nursery, service.management.load, {"id": model, "path": str(make_model_file("new.gguf"))})
         await inspect_gate.arrived()
-        await service.drain()
+        drain = Caller(nursery, service.drain)
+        await wait_all_tasks_blocked()
+        assert not drain.ended
         inspect_gate.open()
-    assert isinstance(caller.error, ShuttingDownError)
-    assert ids(service) == ["m", "other"]
+        while not drain.ended:
+            await trio.lowlevel.checkpoint()
+        assert caller.result.loaded
+        assert (drain.result.finished, drain.result.complete) == (1, True)
+    (line,) = [record for record in caplog.records if record.name == "trioserve.request"]
+    assert line.getMessage() == "request finished"
+    assert (line.fields["model"], line.fields["operation"]) == (model, "load")
+
+
+@pytest.mark.parametrize("operation", ["load", "unload", "unload_all"])
+async def test_a_drain_cuts_off_operations_that_wait_too_long(service_with, engine, operation):
+    calls = {
+        "load": lambda manage: manage.load({"id": "m", "max_queued_requests": 7}),
+        "unload": lambda manage: manage.unload("m"),
+        "unload_all": lambda manage: manage.unload_all(),
+    }
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        user = Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        caller = Caller(nursery, calls[operation], service.management)
+        while service.registry.get("m")._gate.statistics().waiting_managers == 0:
+            await trio.lowlevel.checkpoint()
+        service.hurry()
+        report = await service.drain()
+        assert (report.cancelled, report.complete) == (2, False)
+        assert isinstance(caller.error, ShuttingDownError)
+        assert isinstance(user.error, ShuttingDownError)
+        assert service.registry.get("m").config.max_queued_requests is None
+        engine.step_gate.open()
+
+
+async def test_operations_count_by_their_ends(service_with, make_model_file, engine, inspect_gate):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        await service.management.load({"id": "m"})
+        engine.failing_loads = 1
+        with pytest.raises(ModelLoadError):
+            await service.management.load({"id": "new", "path": str(make_model_file("new.gguf"))})
+        inspect_gate.shut()
+        caller = Caller(nursery, service.management.load, {"id": "other"})
+        await inspect_gate.arrived(3)
+        assert service.tally().active == 1
+        with pytest.raises(ServerBusyError):
+            await service.management.unload("other", busy_timeout_ms=0)
+        caller.scope.cancel()
+        inspect_gate.open()
+        while not caller.ended:
+            await trio.lowlevel.checkpoint()
+        tally = service.tally()
+        assert (tally.active, tally.finished, tally.failed, tally.rejected, tally.cancelled) == (0, 1, 1, 1, 1)
 
 
 async def test_a_load_under_way_at_the_end_is_given_up(service_with, engine):
@@ -836,7 +890,7 @@ async def test_a_load_under_way_at_the_end_is_given_up(service_with, engine):
         caller = Caller(nursery, service.management.load, {"id": "m"})
         await engine.load_gate.arrived()
         nursery.start_soon(_open_when_settled, engine.load_gate)
-    assert isinstance(caller.error, ModelLoadError)
+    assert isinstance(caller.error, ShuttingDownError)
     assert engine.closed == []
 
 

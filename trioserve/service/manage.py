@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,20 @@ import trio
 from pydantic import ValidationError
 
 from trioserve.config import Config, ModelConfig, explain
-from trioserve.errors import InvalidRequestError, ModelNotFoundError, ServerBusyError
+from trioserve.errors import (
+    EngineError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ServerBusyError,
+    ShuttingDownError,
+    TrioserveError,
+)
 from trioserve.runtime.loader import inspect
 from trioserve.runtime.model import House, Model, ModelStatus
 from trioserve.runtime.registry import Registry
 from trioserve.scheduling.admission import Ticket, effective_wait
+from trioserve.scheduling.lifecycle import RequestEvent
+from trioserve.service.ledger import Ledger
 
 logger = logging.getLogger("trioserve.management")
 
@@ -38,6 +48,7 @@ class Management:
         registry: of models.
         house: shared by the models.
         nursery: where the models that are registered here live.
+        ledger: where operations are entered beside requests: a drain waits for them, and cuts off what is left.
         check_accepting: raises while the server drains.
     """
 
@@ -47,12 +58,14 @@ class Management:
         registry: Registry,
         house: House,
         nursery: trio.Nursery,
+        ledger: Ledger,
         check_accepting: Callable[[], None],
     ) -> None:
         self._config = config
         self._registry = registry
         self._house = house
         self._nursery = nursery
+        self._ledger = ledger
         self._check_accepting = check_accepting
 
     async def load(self, settings: Mapping[str, object]) -> ModelStatus:
@@ -67,12 +80,12 @@ class Management:
             ServerBusyError, ModelLoadError, InsufficientMemoryError: see ``Model.reconfigure``.
         """
         self._check_accepting()
-        model, config = self._meant(settings)
-        if model is None:
-            model = await self._register(config)
-        # What is left out is as it is in the model's turn: others may change it until then.
-        await model.reconfigure(partial(self._merged, settings), self._wait(model, config.busy_timeout_ms))
-        return model.status()
+        known, config = self._meant(settings)
+        async with self._entered("load", config.id):
+            model = known or await self._register(config)
+            # What is left out is as it is in the model's turn: others may change it until then.
+            await model.reconfigure(partial(self._merged, settings), self._wait(model, config.busy_timeout_ms))
+            return model.status()
 
     async def unload(self, model_id: str, busy_timeout_ms: int | None = None) -> ModelStatus:
         """Unload one model when its earlier work is done. Idempotent.
@@ -85,8 +98,9 @@ class Management:
         model = self._registry.get(model_id)
         if model is None:
             raise ModelNotFoundError(f"the model {model_id[:100]!r} does not exist", param="id")
-        await model.unload(self._wait(model, busy_timeout_ms))
-        return model.status()
+        async with self._entered("unload", model.id):
+            await model.unload(self._wait(model, busy_timeout_ms))
+            return model.status()
 
     async def unload_many(self, model_ids: Sequence[str], busy_timeout_ms: int | None = None) -> BulkResult:
         """Unload several models, each as soon as it is free; see ``_unload_each``. Unknown ids are told."""
@@ -111,6 +125,10 @@ class Management:
             ServerBusyError: for the ones that it names there was no turn within the wait. The others are unloaded all
                 the same, unless one was turned away on arrival: then nothing was changed.
         """
+        async with self._entered("unload", ", ".join(model.id for model in models)):
+            await self._unload_at_once(models, busy_timeout_ms)
+
+    async def _unload_at_once(self, models: Sequence[Model], busy_timeout_ms: int | None) -> None:
         barriers: list[tuple[Model, Ticket]] = []
         try:
             for model in models:
@@ -141,6 +159,28 @@ class Management:
             names = ", ".join(model.id for model in models if model.id in refused)
             raise ServerBusyError(f"not unloaded: {names}: {next(iter(refused.values())).message}")
 
+    @contextlib.asynccontextmanager
+    async def _entered(self, operation: str, model_id: str) -> AsyncIterator[None]:
+        """Have an operation in the book for the length of the block.
+
+        Raises:
+            ShuttingDownError: it was cut off.
+        """
+        record = self._ledger.open("-", model_id)
+        record.fields["operation"] = operation
+        try:
+            with record.scope:
+                yield
+                for event in (RequestEvent.ADMITTED, RequestEvent.STARTED, RequestEvent.FINISHED):
+                    record.advance(event)
+                return
+            raise ShuttingDownError("the server is shutting down and cut this operation off")
+        except Exception as error:
+            record.fail(error if isinstance(error, TrioserveError) else EngineError("the operation failed"))
+            raise
+        finally:
+            record.close()
+
     def _meant(self, settings: Mapping[str, object]) -> tuple[Model | None, ModelConfig]:
         """Which model a load is for, None where it is a new one, and its configuration if nothing comes between."""
         known = self._registered(settings.get("id"))
@@ -161,7 +201,6 @@ class Management:
         """Enter a new model whose file was looked at first, so that a wrong one leaves no registration."""
         await inspect(self._house.engine, config)
         await trio.lowlevel.checkpoint_if_cancelled()  # the caller may have left while the thread looked
-        self._check_accepting()  # once more: a drain that has begun meanwhile does not know of this model
         if (other := self._registry.get(config.id)) is not None:  # registered by somebody else meanwhile
             return other
         model = Model(config, self._house)

@@ -54,9 +54,9 @@ class Service:
         self.registry = registry
         # Models that are registered later neither load by themselves nor make the server unready.
         self._at_start = [model for model in registry if not model.config.lazy]
-        self.management = Management(config, registry, house, nursery, self.check_accepting)
         self._phase = ProcessPhase.SERVING
         self._ledger = Ledger()
+        self.management = Management(config, registry, house, nursery, self._ledger, self.check_accepting)
         self._preparer = Preparer()
         self._hurry = trio.Event()
         self._started = trio.Event()
