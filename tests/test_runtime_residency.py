@@ -331,6 +331,36 @@ async def test_busy_models_stay_whatever_the_memory(town_for, engine):
         assert town.loaded() == ["a"]
 
 
+async def test_weights_that_are_loaded_already_need_no_memory_again(town_for, engine):
+    async with town_for("a", "b", min_free_mb=100) as town:
+        await town.use("a")
+        await town["b"].reconfigure(lambda config: config.model_copy(update={"path": town["a"].config.path}))
+        await town["b"].unload()
+        town.free = 101 * MIB  # one slot takes less than that, and the weights with one slot more
+        async with town.lease("a"):
+            await town.use("b")
+        assert town.loaded() == ["a", "b"]
+        assert town["b"].resident().nbytes == 1_000_000
+
+
+async def test_weights_that_went_to_make_room_for_their_user_need_memory_after_all(town_for, engine):
+    async with town_for("a", "b", max_loaded=1, min_free_mb=100) as town:
+        await town["b"].reconfigure(lambda config: config.model_copy(update={"path": town["a"].config.path}))
+        await town.use("a")
+        town.free = 101 * MIB
+        with pytest.raises(InsufficientMemoryError):
+            await town.use("b")
+        assert (town.loaded(), engine.loads) == ([], 2)
+
+
+async def test_a_reconfiguration_over_the_same_weights_needs_none_for_them(town_for, engine):
+    async with town_for("a", min_free_mb=100) as town:
+        await town.use("a")
+        town.free = 101 * MIB
+        await town["a"].reconfigure(lambda config: config.model_copy(update={"n_ctx": 512}))
+        assert (town["a"].status().n_ctx, engine.loads) == (512, 1)
+
+
 @pytest.mark.parametrize("min_free_mb", [0, 100])
 async def test_memory_that_cannot_be_told_refuses_nothing(town_for, min_free_mb):
     async with town_for("a", min_free_mb=min_free_mb) as town:

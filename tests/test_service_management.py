@@ -185,11 +185,12 @@ async def test_the_configuration_that_is_loaded_changes_nothing(service_with, en
     [{"kv_dtype": "f16"}, {"busy_timeout_ms": 5}, {"max_queued_requests": 0}, {"keep_alive_ms": 9999}, {"lazy": False}],
     ids=str,
 )
-async def test_what_needs_no_new_sessions_is_changed_without_any(service_with, engine, change):
+async def test_what_needs_no_new_sessions_is_changed_without_any(service_with, engine, change, eventually):
     async with service_with(slots=2) as service:
         await use(service)
         model = service.registry.get("m")
         pool = model.pool
+        await eventually(lambda: model._gate.idle)
         await service.management.load({"id": "m", **change})
         assert model.config.model_dump() == {**model.config.model_dump(), **change}
         assert model.pool is pool

@@ -18,7 +18,7 @@ from trioserve.runtime.cores import Cores
 from trioserve.runtime.gate import Gate
 from trioserve.runtime.lease import Lease
 from trioserve.runtime.loader import Loader, LoadProgress, inspect
-from trioserve.runtime.pool import Pool, same_pool, session_options, tried_out
+from trioserve.runtime.pool import Pool, memory_needed, same_pool, tried_out
 from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.admission import Admission, Kind, Ticket
@@ -313,7 +313,7 @@ class Model:
     async def _try_out(self, config: ModelConfig, trial: AsyncExitStack) -> None:
         """See that a configuration can be loaded, beside the live one where the memory allows that."""
         file = await inspect(self._house.engine, config)
-        if self._house.residency.has_room_for(file.memory(session_options(config, file.n_ctx_train), slots=1)):
+        if self._house.residency.has_room_for(memory_needed(config, file, self._house.cache, slots=1)):
             await trial.enter_async_context(tried_out(config, self._house.cache))
 
     async def _commit(self, config: ModelConfig) -> None:

@@ -103,6 +103,14 @@ class WeightsCache:
         assert entry.weights is not None, "a settled entry has weights or an error"
         return entry.weights
 
+    def has(self, path: Path, options: LoadOptions) -> bool:
+        """Whether these weights are loaded, or on their way in: whoever asks for them now takes no more memory."""
+        try:
+            entry = self._entries.get(_Key.of(path, options))
+        except OSError:
+            return False
+        return entry is not None and entry.users > 0
+
     async def release(self, weights: Weights) -> None:
         """Give weights back; the last user's call frees them."""
         key = self._keys[id(weights)]
