@@ -886,6 +886,25 @@ async def test_operations_count_by_their_ends(service_with, make_model_file, eng
         assert (tally.active, tally.finished, tally.failed, tally.rejected, tally.cancelled) == (0, 1, 1, 1, 1)
 
 
+async def test_no_model_leaves_for_want_of_use_while_the_service_drains(
+    service_for, make_model_file, engine, mock_clock
+):
+    models = [ModelConfig(path=make_model_file(f"{name}.gguf"), lazy=True) for name in ("m", "other")]
+    async with service_for(*models, idle_unload_ms=5_000) as service:
+        async with trio.open_nursery() as nursery:
+            await use(service, "other")
+            engine.step_gate.shut()
+            Caller(nursery, use, service)
+            await engine.step_gate.arrived(4)
+            nursery.start_soon(service.drain)
+            await wait_all_tasks_blocked()
+            mock_clock.jump(10)
+            await wait_all_tasks_blocked()
+            assert [status.state for status in service.models()] == [READY, READY]
+            engine.step_gate.open()
+        assert engine.closed == []
+
+
 async def test_a_load_under_way_at_the_end_is_given_up(service_with, engine):
     async with trio.open_nursery() as nursery, service_with() as service:
         engine.load_gate.shut()

@@ -106,6 +106,7 @@ class Model:
         self._nursery: trio.Nursery | None = None
         self._running = trio.Event()
         self._last_used = trio.current_time()
+        self._retires = True
         self._changed = trio.Event()
         self._unloaded = trio.Event()
 
@@ -258,6 +259,11 @@ class Model:
         if self._loader.state is ModelState.UNLOADING:
             await self._unloaded.wait()
 
+    def stay(self) -> None:
+        """From now on, don't leave for want of use: the process ends soon, and nobody gains by it."""
+        self._retires = False
+        self._changed.set()
+
     async def close(self) -> None:
         """Unload for good; a load that is under way is given up. Nobody may ask for leases any more."""
         self._loader.give_up()
@@ -369,7 +375,7 @@ class Model:
         while True:
             self._changed = trio.Event()
             keep = self._house.idle_unload if self.config.keep_alive_ms is None else self.config.keep_alive_ms / 1000
-            waiting = self._loader.pool is not None and self._gate.idle and keep > 0
+            waiting = self._retires and self._loader.pool is not None and self._gate.idle and keep > 0
             due = self._last_used + keep if waiting else math.inf
             with trio.move_on_at(due):
                 await self._changed.wait()

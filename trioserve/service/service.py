@@ -139,6 +139,8 @@ class Service:
         started, before = trio.current_time(), self._ledger.tally()
         self._phase = advance(PROCESS, self._phase, ProcessEvent.STOP_REQUESTED)
         logger.info("draining", extra={"fields": {"active": before.active}})
+        for model in self.registry:
+            model.stay()
         await self._wait_for_requests(self.config.drain_timeout_ms / 1000)
         complete = self._ledger.idle
         if not complete:
