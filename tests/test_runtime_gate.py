@@ -222,3 +222,21 @@ async def test_a_resize_under_exclusivity_lets_more_through_at_once(gate, arrive
     await wait_all_tasks_blocked()
     assert [caller.passed_at is not None for caller in waiting] == [True, True, False]
     waiting[0].leave()
+
+
+# -- idleness
+
+
+async def test_whoever_goes_last_makes_it_idle_however_it_goes():
+    told = []
+    gate = Gate(Admission(slots=1, max_queued=8), lambda: told.append(gate.idle))
+    holder, waiter = Ticket(), Ticket()
+    await gate.pass_through(holder)
+    gate.enter(waiter)
+    gate.release(holder)
+    assert (waiter.granted, told) == (True, []), "it has passed on"
+    gate.withdraw(waiter)
+    assert told == [True]
+    await gate.pass_through(last := Ticket())
+    gate.release(last)
+    assert told == [True, True]

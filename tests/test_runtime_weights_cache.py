@@ -135,13 +135,55 @@ async def test_a_load_goes_on_for_the_others_when_its_starter_is_cancelled(engin
         starter, other = await ask(nursery, cache, model_file, 2)
         await engine.load_gate.arrived()
         starter.scope.cancel()
+        await wait_all_tasks_blocked()
         engine.load_gate.open()
-    assert other.weights is not None
-    assert starter.weights is other.weights, "the starter has them, and gives them back on its way out"
-    await starter.leave()
+    assert (starter.weights, other.error) == (None, None)
     assert engine.closed == []
     await other.leave()
     assert engine.closed == ["tiny"]
+
+
+@pytest.mark.parametrize("leavers", [(0,), (0, 1), (1, 0)])
+async def test_a_load_is_given_up_when_nobody_is_left_who_waits_for_it(engine, cache, model_file, leavers):
+    engine.load_gate.shut()
+    async with trio.open_nursery() as nursery:
+        users = await ask(nursery, cache, model_file, len(leavers))
+        await engine.load_gate.arrived()
+        for leaver in leavers:
+            users[leaver].scope.cancel()
+            await wait_all_tasks_blocked()
+        engine.load_gate.open()
+    assert [(user.weights, user.error) for user in users] == [(None, None)] * len(leavers)
+    assert (engine.closed, cache._entries) == ([], {}), "there never were weights"
+
+
+async def test_whoever_comes_while_a_load_is_given_up_waits_and_loads_anew(engine, cache, model_file):
+    engine.load_gate.shut()
+    async with trio.open_nursery() as nursery:
+        (leaver,) = await ask(nursery, cache, model_file)
+        await engine.load_gate.arrived()
+        leaver.scope.cancel()
+        await wait_all_tasks_blocked()
+        (newcomer,) = await ask(nursery, cache, model_file)
+        assert engine.loads == 1
+        engine.load_gate.open()
+    assert newcomer.weights is not None
+    assert engine.loads == 2
+    await newcomer.leave()
+    assert engine.closed == ["tiny"]
+
+
+async def test_weights_that_come_though_nobody_wants_them_are_freed(engine, cache, model_file, monkeypatch):
+    load = engine.load
+    monkeypatch.setattr(engine, "load", lambda path, options, progress: load(path, options))
+    engine.load_gate.shut()
+    async with trio.open_nursery() as nursery:
+        (leaver,) = await ask(nursery, cache, model_file)
+        await engine.load_gate.arrived()
+        leaver.scope.cancel()
+        await wait_all_tasks_blocked()
+        engine.load_gate.open()
+    assert (engine.closed, cache._entries, cache._keys) == (["tiny"], {}, {})
 
 
 async def test_a_load_that_waits_for_other_loads_goes_on_as_well(engine, cache, make_model_file):

@@ -20,6 +20,7 @@ TOKENS = 4
 ANSWER = fake_answer(b"prompt", TOKENS)
 ALLOWED = (ServerBusyError, ModelLoadError)
 SAFETY_SECONDS = 60
+BREATH = 0.001  # a loop that never rests keeps the threads that it waits for from running
 
 NAMES = st.sampled_from(MODELS)
 WAITS = st.sampled_from([None, None, None, 0, 5])
@@ -134,17 +135,17 @@ class History:
     async def end(self):
         """Nobody waits for ever, and everything can be used."""
         while self.nursery.child_tasks or not all(model._gate.idle for model in self.service.registry):
-            await trio.lowlevel.checkpoint()
+            await wait_all_tasks_blocked(BREATH)
             self.check()
         self.failed_loads -= self.engine.failing_loads
         self.engine.failing_loads, self.engine.failing_session = 0, None
         for name in MODELS:
             while not self.service.registry.get(name)._gate.idle:
-                await trio.lowlevel.checkpoint()
+                await wait_all_tasks_blocked(BREATH)
             done = self.outcomes["done"]
             await self.infer(name, None)
             while self.nursery.child_tasks:
-                await trio.lowlevel.checkpoint()
+                await wait_all_tasks_blocked(BREATH)
             assert self.outcomes["done"] == done + 1, self.outcomes
             await self.service.management.unload_all()
 

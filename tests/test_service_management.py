@@ -132,6 +132,21 @@ async def test_two_registrations_of_one_id_make_one_model(service_with, make_mod
     assert ids(service) == ["m", "other", "new"]
 
 
+async def test_a_request_in_the_very_moment_of_the_registration_is_answered(service_with, make_model_file, monkeypatch):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        users, add = [], service.registry.add
+
+        def add_then_use(model):
+            add(model)
+            users.append(Caller(nursery, use, service, model.id))
+
+        monkeypatch.setattr(service.registry, "add", add_then_use)
+        for number in range(10):  # which task is first in a tick is random
+            told = await service.management.load({"id": f"new{number}", "path": str(make_model_file("new.gguf"))})
+            assert told.loaded
+    assert [(user.result, user.error) for user in users] == [(ANSWER, None)] * 10
+
+
 # -- reconfigure
 
 
@@ -170,11 +185,12 @@ async def test_the_configuration_that_is_loaded_changes_nothing(service_with, en
     [{"kv_dtype": "f16"}, {"busy_timeout_ms": 5}, {"max_queued_requests": 0}, {"keep_alive_ms": 9999}, {"lazy": False}],
     ids=str,
 )
-async def test_what_needs_no_new_sessions_is_changed_without_any(service_with, engine, change):
+async def test_what_needs_no_new_sessions_is_changed_without_any(service_with, engine, change, eventually):
     async with service_with(slots=2) as service:
         await use(service)
         model = service.registry.get("m")
         pool = model.pool
+        await eventually(lambda: model._gate.idle)
         await service.management.load({"id": "m", **change})
         assert model.config.model_dump() == {**model.config.model_dump(), **change}
         assert model.pool is pool
@@ -223,6 +239,37 @@ async def test_without_memory_for_both_the_old_one_goes_first(service_with, make
         await service.management.load({"id": "m", "path": str(make_model_file("better.gguf"))})
         assert engine.closed == ["m[0]", "m"]
         assert await use(service) == ANSWER
+
+
+@pytest.fixture
+def starting(service_for, make_model_file, tmp_path):
+    """A service with a model ``m`` that loads at the start."""
+    model = ModelConfig(path=make_model_file("m.gguf"), id="m", slots=2)
+    return service_for(model, management=True, model_roots=(tmp_path,))
+
+
+async def test_a_load_right_at_the_start_takes_its_turn_after_the_start(starting, engine):
+    async with starting as service:
+        told = await service.management.load({"id": "m", "n_ctx": 512})
+        assert (told.n_ctx, told.state) == (512, READY)
+        await service.wait_started()
+        assert len(service.registry.get("m").pool.slots) == 2
+
+
+@pytest.mark.parametrize("operation", ["load", "unload"])
+async def test_an_operation_that_may_not_wait_is_refused_while_the_start_loads(starting, engine, operation):
+    engine.load_gate.shut()
+    async with starting as service:
+        await engine.load_gate.arrived()
+        call = {
+            "load": lambda: service.management.load({"id": "m", "n_ctx": 512, "busy_timeout_ms": 0}),
+            "unload": lambda: service.management.unload("m", busy_timeout_ms=0),
+        }[operation]
+        with pytest.raises(ServerBusyError):
+            await call()
+        engine.load_gate.open()
+        await service.wait_started()
+        assert status(service).n_ctx == 4096
 
 
 # -- what is refused
@@ -355,6 +402,98 @@ async def test_a_load_that_fails_after_the_old_pool_is_gone_leaves_the_new_confi
         assert (status(service).n_ctx, len(service.registry.get("m").pool.slots)) == (512, 2)
 
 
+@pytest.mark.parametrize("content", [None, b"no model at all"])
+@pytest.mark.parametrize("loaded_by", ["request", "operation"])
+async def test_a_replacement_of_what_is_loaded_meanwhile_is_tried_in_its_turn(
+    service_with, tmp_path, engine, loaded_by, content
+):
+    path = tmp_path / "bad.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.load_gate.shut()
+        if loaded_by == "request":
+            Caller(nursery, use, service)
+        else:
+            Caller(nursery, service.management.load, {"id": "m"})
+        await engine.load_gate.arrived()
+        caller = Caller(nursery, service.management.load, {"id": "m", "path": str(path)})
+        await wait_all_tasks_blocked()
+        engine.load_gate.open()
+        while not caller.ended:
+            await trio.lowlevel.checkpoint()
+        assert isinstance(caller.error, InvalidModelError)
+        assert (status(service).state, engine.closed, engine.loads) == (READY, [], 1)
+        assert service.registry.get("m").config.path.name == "m.gguf"
+
+
+async def test_a_replacement_that_cannot_be_loaded_is_found_out_in_its_turn(service_with, make_model_file, engine):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.load_gate.shut()
+        Caller(nursery, use, service)
+        await engine.load_gate.arrived()
+        caller = Caller(nursery, service.management.load, {"id": "m", "path": str(make_model_file("new.gguf"))})
+        await wait_all_tasks_blocked()
+        engine.load_gate.let()
+        await engine.load_gate.arrived(2)
+        engine.failing_loads = 1
+        engine.load_gate.open()
+        while not caller.ended:
+            await trio.lowlevel.checkpoint()
+        assert isinstance(caller.error, ModelLoadError)
+        assert (status(service).state, engine.closed) == (READY, [])
+        assert await use(service) == ANSWER
+
+
+async def test_loads_of_one_model_that_wait_together_keep_each_others_settings(service_with, engine):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        callers = [
+            Caller(nursery, service.management.load, {"id": "m", **change}) for change in ({"n_ctx": 512}, {"slots": 2})
+        ]
+        while service.registry.get("m")._gate.statistics().waiting_managers < 2:
+            await trio.lowlevel.checkpoint()
+        engine.step_gate.open()
+        while not all(caller.ended for caller in callers):
+            await trio.lowlevel.checkpoint()
+        assert [caller.error for caller in callers] == [None, None]
+        assert (status(service).n_ctx, status(service).slots) == (512, 2)
+
+
+async def test_a_load_whose_settings_do_not_go_with_what_came_before_it_changes_nothing(service_with, engine):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        first = Caller(nursery, service.management.load, {"id": "m", "n_batch": 100})
+        model = service.registry.get("m")
+        while model._gate.statistics().waiting_managers < 1:
+            await trio.lowlevel.checkpoint()
+        second = Caller(nursery, service.management.load, {"id": "m", "n_ubatch": 200})
+        while model._gate.statistics().waiting_managers < 2:
+            await trio.lowlevel.checkpoint()
+        engine.step_gate.open()
+        while not second.ended:
+            await trio.lowlevel.checkpoint()
+        assert first.error is None
+        assert isinstance(second.error, InvalidRequestError)
+        assert (status(service).state, model.config.n_batch, model.config.n_ubatch) == (READY, 100, 100)
+
+
+async def test_a_load_that_may_not_wait_is_refused_before_it_is_tried(service_with, make_model_file, engine):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        new = str(make_model_file("new.gguf"))
+        with pytest.raises(ServerBusyError):
+            await service.management.load({"id": "m", "path": new, "busy_timeout_ms": 0})
+        assert engine.loads == 1
+        engine.step_gate.open()
+
+
 # -- roots
 
 
@@ -475,9 +614,39 @@ async def test_a_bulk_unload_that_runs_out_of_time_has_unloaded_the_others(servi
         mock_clock.jump(2)
         await wait_all_tasks_blocked()
         assert isinstance(caller.error, ServerBusyError)
+        assert "not unloaded: m: " in caller.error.message
         assert status(service).state is READY
         engine.step_gate.open()
     assert user.result == ANSWER
+
+
+async def test_an_id_that_is_registered_during_a_bulk_unload_was_not_found(service_with, engine, make_model_file):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        bulk = Caller(nursery, service.management.unload_many, ["m", "new"])
+        await wait_all_tasks_blocked()
+        await service.management.load({"id": "new", "path": str(make_model_file("new.gguf"))})
+        engine.step_gate.open()
+        while not bulk.ended:
+            await trio.lowlevel.checkpoint()
+        assert (bulk.result.unloaded, bulk.result.not_found) == (["m"], ["new"])
+
+
+async def test_something_unforeseen_in_a_bulk_unload_is_told_as_it_is(service_with, monkeypatch):
+    async with service_with() as service:
+        await use(service)
+        await use(service, "other")
+
+        async def fail():
+            raise ValueError("unforeseen")
+
+        monkeypatch.setattr(service.registry.get("m")._loader, "settle", fail)
+        with pytest.raises(ValueError, match="unforeseen"):
+            await service.management.unload_all()
+        assert status(service, "other").state is UNLOADED
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("operation", ["load", "unload", "unload_all"])
@@ -571,7 +740,8 @@ async def test_a_reconfiguration_left_anywhere_leaves_a_model_that_works(
         assert status(service).n_ctx == (512 if committed else 4096)
         assert service.registry.get("m").config.path.stem == ("new" if committed else "m")
         await service.management.unload_all()
-        assert sum("[" not in name for name in engine.closed) == engine.loads, "all weights are freed"
+        given_up = place == "load"
+        assert sum("[" not in name for name in engine.closed) == engine.loads - given_up, "all weights are freed"
         assert sum("[" in name for name in engine.closed) == len(made), "all sessions are freed"
 
 
@@ -651,15 +821,88 @@ async def test_a_draining_service_changes_nothing_any_more(service_with, make_mo
         assert ids(service) == ["m", "other"]
 
 
-async def test_a_registration_that_a_drain_overtakes_is_turned_away(service_with, make_model_file, inspect_gate):
+@pytest.mark.parametrize("model", ["new", "m"])
+async def test_a_drain_waits_for_an_operation_that_is_under_way(
+    service_with, make_model_file, inspect_gate, model, caplog
+):
+    caplog.set_level("INFO")
     async with service_with() as service, trio.open_nursery() as nursery:
         inspect_gate.shut()
-        caller = Caller(nursery, service.management.load, {"id": "new", "path": str(make_model_file("new.gguf"))})
+        caller = Caller(nursery, service.management.load, {"id": model, "path": str(make_model_file("new.gguf"))})
         await inspect_gate.arrived()
-        await service.drain()
+        drain = Caller(nursery, service.drain)
+        await wait_all_tasks_blocked()
+        assert not drain.ended
         inspect_gate.open()
-    assert isinstance(caller.error, ShuttingDownError)
-    assert ids(service) == ["m", "other"]
+        while not drain.ended:
+            await trio.lowlevel.checkpoint()
+        assert caller.result.loaded
+        assert (drain.result.finished, drain.result.complete) == (1, True)
+    (line,) = [record for record in caplog.records if record.name == "trioserve.request"]
+    assert line.getMessage() == "request finished"
+    assert (line.fields["model"], line.fields["operation"]) == (model, "load")
+
+
+@pytest.mark.parametrize("operation", ["load", "unload", "unload_all"])
+async def test_a_drain_cuts_off_operations_that_wait_too_long(service_with, engine, operation):
+    calls = {
+        "load": lambda manage: manage.load({"id": "m", "max_queued_requests": 7}),
+        "unload": lambda manage: manage.unload("m"),
+        "unload_all": lambda manage: manage.unload_all(),
+    }
+    async with service_with() as service, trio.open_nursery() as nursery:
+        engine.step_gate.shut()
+        user = Caller(nursery, use, service)
+        await engine.step_gate.arrived()
+        caller = Caller(nursery, calls[operation], service.management)
+        while service.registry.get("m")._gate.statistics().waiting_managers == 0:
+            await trio.lowlevel.checkpoint()
+        service.hurry()
+        report = await service.drain()
+        assert (report.cancelled, report.complete) == (2, False)
+        assert isinstance(caller.error, ShuttingDownError)
+        assert isinstance(user.error, ShuttingDownError)
+        assert service.registry.get("m").config.max_queued_requests is None
+        engine.step_gate.open()
+
+
+async def test_operations_count_by_their_ends(service_with, make_model_file, engine, inspect_gate):
+    async with service_with() as service, trio.open_nursery() as nursery:
+        await service.management.load({"id": "m"})
+        engine.failing_loads = 1
+        with pytest.raises(ModelLoadError):
+            await service.management.load({"id": "new", "path": str(make_model_file("new.gguf"))})
+        inspect_gate.shut()
+        caller = Caller(nursery, service.management.load, {"id": "other"})
+        await inspect_gate.arrived(3)
+        assert service.tally().active == 1
+        with pytest.raises(ServerBusyError):
+            await service.management.unload("other", busy_timeout_ms=0)
+        caller.scope.cancel()
+        inspect_gate.open()
+        while not caller.ended:
+            await trio.lowlevel.checkpoint()
+        tally = service.tally()
+        assert (tally.active, tally.finished, tally.failed, tally.rejected, tally.cancelled) == (0, 1, 1, 1, 1)
+
+
+async def test_no_model_leaves_for_want_of_use_while_the_service_drains(
+    service_for, make_model_file, engine, mock_clock
+):
+    models = [ModelConfig(path=make_model_file(f"{name}.gguf"), lazy=True) for name in ("m", "other")]
+    async with service_for(*models, idle_unload_ms=5_000) as service:
+        async with trio.open_nursery() as nursery:
+            await use(service, "other")
+            engine.step_gate.shut()
+            Caller(nursery, use, service)
+            await engine.step_gate.arrived(4)
+            nursery.start_soon(service.drain)
+            await wait_all_tasks_blocked()
+            mock_clock.jump(10)
+            await wait_all_tasks_blocked()
+            assert [status.state for status in service.models()] == [READY, READY]
+            engine.step_gate.open()
+        assert engine.closed == []
 
 
 async def test_a_load_under_way_at_the_end_is_given_up(service_with, engine):
@@ -668,8 +911,19 @@ async def test_a_load_under_way_at_the_end_is_given_up(service_with, engine):
         caller = Caller(nursery, service.management.load, {"id": "m"})
         await engine.load_gate.arrived()
         nursery.start_soon(_open_when_settled, engine.load_gate)
-    assert isinstance(caller.error, ModelLoadError)
+    assert isinstance(caller.error, ShuttingDownError)
     assert engine.closed == []
+
+
+async def test_a_trial_under_way_at_the_end_is_given_up(service_with, make_model_file, engine):
+    async with trio.open_nursery() as nursery, service_with() as service:
+        await use(service)
+        engine.load_gate.shut()
+        caller = Caller(nursery, service.management.load, {"id": "m", "path": str(make_model_file("new.gguf"))})
+        await engine.load_gate.arrived(2)
+        nursery.start_soon(_open_when_settled, engine.load_gate)
+    assert isinstance(caller.error, ShuttingDownError)
+    assert engine.closed == ["m[0]", "m"]
 
 
 async def _open_when_settled(gate):

@@ -295,3 +295,13 @@ class Config(BaseModel):
                 raise ValueError(f"two models have the id {model.id!r}")
             seen.add(model.id)
         return value
+
+    @field_validator("models")
+    @classmethod
+    def _models_that_load_at_the_start_fit(
+        cls, value: tuple[ModelConfig, ...], info: ValidationInfo
+    ) -> tuple[ModelConfig, ...]:
+        limit, at_start = info.data.get("max_loaded_models", 0), sum(not model.lazy for model in value)
+        if limit and at_start > limit:
+            raise ValueError(f"{at_start} models load at the start (lazy is false), but max_loaded_models is {limit}")
+        return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import trio
 
@@ -17,11 +17,21 @@ class Gate:
 
     Arguments:
         admission: the decider; this gate is its only user.
+        on_idle: called whenever nobody is left who holds or waits for anything, however the last one went.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, on_idle: Callable[[], None] = lambda: None) -> None:
         self._admission = admission
+        self._on_idle = on_idle
         self._waiting: dict[Ticket, trio.Event] = {}
+
+    def check(self, ticket: Ticket) -> None:
+        """See that a ticket would not be turned away if it entered now.
+
+        Raises:
+            ServerBusyError: it would.
+        """
+        self._admission.check(ticket, trio.current_time())
 
     def enter(self, ticket: Ticket) -> None:
         """Take a place in the queue, at once. ``granted`` or ``withdraw`` follows.
@@ -97,3 +107,5 @@ class Gate:
             event = self._waiting.get(ticket)
             if event is not None:
                 event.set()
+        if self._admission.idle:
+            self._on_idle()

@@ -17,7 +17,7 @@ from trioserve.errors import (
     TrioserveError,
 )
 from trioserve.runtime.cores import Cores
-from trioserve.runtime.pool import Pool, serve_pool, session_options
+from trioserve.runtime.pool import Pool, memory_needed, serve_pool
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.lifecycle import MODEL, ModelEvent, ModelState, advance
 
@@ -189,8 +189,11 @@ class Loader:
 
     async def _load_with_room(self, nursery: trio.Nursery, config: ModelConfig, make_room: MakeRoom) -> Pool:
         file = await inspect(self._engine, config)
-        self.nbytes = file.memory(session_options(config, file.n_ctx_train), config.slots)
-        await make_room(self.nbytes)
+        self.nbytes = 0
+        # Once more where the weights that it was to share have gone meanwhile, maybe to make this very room.
+        while (needed := memory_needed(config, file, self._cache, config.slots)) > self.nbytes:
+            self.nbytes = needed
+            await make_room(needed)
         self._retire, self._gone = trio.Event(), trio.Event()
         pool: Pool = await nursery.start(self._serve, config)
         return pool

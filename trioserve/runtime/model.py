@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from trioserve.runtime.cores import Cores
 from trioserve.runtime.gate import Gate
 from trioserve.runtime.lease import Lease
 from trioserve.runtime.loader import Loader, LoadProgress, inspect
-from trioserve.runtime.pool import Pool, same_pool, session_options, tried_out
+from trioserve.runtime.pool import Pool, memory_needed, same_pool, tried_out
 from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.admission import Admission, Kind, Ticket
@@ -26,6 +26,9 @@ from trioserve.scheduling.lifecycle import ModelEvent, ModelState
 from trioserve.scheduling.residency import Resident
 
 logger = logging.getLogger("trioserve.model")
+
+Change = Callable[[ModelConfig], ModelConfig]
+"""Makes a model's next configuration from the one it has; raises where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +101,12 @@ class Model:
         self.config = config
         self.created = int(time.time())
         self._house = house
-        self._loader = Loader(house.engine, house.cache, house.cores, house.progress, self._note_use)
-        self._gate = Gate(Admission(config.slots, self._max_queued(config)))
+        self._loader = Loader(house.engine, house.cache, house.cores, house.progress, self._note_settled)
+        self._gate = Gate(Admission(config.slots, self._max_queued(config)), self._note_use)
         self._nursery: trio.Nursery | None = None
+        self._running = trio.Event()
         self._last_used = trio.current_time()
+        self._retires = True
         self._changed = trio.Event()
         self._unloaded = trio.Event()
 
@@ -126,6 +131,7 @@ class Model:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the nursery of loads, pools and slots until cancelled."""
         async with trio.open_nursery() as self._nursery:
+            self._running.set()
             task_status.started()
             await self._retire_when_idle()
 
@@ -147,7 +153,6 @@ class Model:
     def take_back(self, ticket: Ticket) -> None:
         """Return a lease's slot. Only ``Lease.release`` calls this."""
         self._gate.release(ticket)
-        self._note_use()
 
     async def ensure_loaded(self) -> Pool:
         """Return the pool, loading the model first where that has to be. All callers share one load.
@@ -167,14 +172,15 @@ class Model:
 
     # -- management
 
-    async def reconfigure(self, config: ModelConfig, wait: float | None = None) -> None:
-        """Load the model with a configuration, in its turn.
+    async def reconfigure(self, change: Change, wait: float | None = None) -> None:
+        """Load the model with a new configuration, in its turn.
 
         The configuration is tried before the model's turn comes: while a live pool serves on, and before anything of it
-        is touched. A configuration that is refused changes nothing.
+        is touched. Where others have changed the model meanwhile, it is made and tried anew in the turn. One that is
+        refused changes nothing.
 
         Arguments:
-            config: for the same id.
+            change: asked for the configuration, for the same id: at once, and again in the model's turn.
             wait: seconds that the caller may wait for its turn.
 
         Raises:
@@ -183,19 +189,25 @@ class Model:
                 the new configuration is registered and unloaded, and the next request tries again.
             ServerBusyError, InsufficientMemoryError: no turn within the wait; or no room, like a failed load.
         """
+        ticket = Ticket(Kind.MANAGER, wait)
+        self._gate.check(ticket)  # before anything that costs much is done in vain
         async with AsyncExitStack() as trial:
-            if self._loader.pool is not None and not same_pool(config, self.config):
-                await self._try_out(config, trial)
+            tried = None
+            if self._replaces_pool(config := change(self.config)):
+                await self._try_out(tried := config, trial)
             # Threads that look and try are waited for; a caller who left meanwhile wants nothing changed.
             await trio.lowlevel.checkpoint_if_cancelled()
-            ticket = Ticket(Kind.MANAGER, wait)
             await self._gate.pass_through(ticket)
             try:
                 await self._loader.settle()
+                config = change(self.config)
+                if self._replaces_pool(config) and not (tried and same_pool(config, tried)):
+                    await trial.aclose()
+                    await self._try_out(config, trial)
+                    await trio.lowlevel.checkpoint_if_cancelled()
                 await self._commit(config)
             finally:
                 self._gate.release(ticket)
-                self._note_use()
 
     async def unload(self, wait: float | None = None) -> None:
         """Let earlier work finish, then free the pool. Without effect on an unloaded model.
@@ -234,7 +246,6 @@ class Model:
                 await self._unload()
         finally:
             self._gate.release(ticket)
-            self._note_use()
 
     async def try_unload(self) -> bool:
         """Unload if nobody holds or waits for anything, and say whether that was done. Never waits for others."""
@@ -247,6 +258,11 @@ class Model:
         """Return when the model is not being unloaded."""
         if self._loader.state is ModelState.UNLOADING:
             await self._unloaded.wait()
+
+    def stay(self) -> None:
+        """From now on, don't leave for want of use: the process ends soon, and nobody gains by it."""
+        self._retires = False
+        self._changed.set()
 
     async def close(self) -> None:
         """Unload for good; a load that is under way is given up. Nobody may ask for leases any more."""
@@ -276,21 +292,34 @@ class Model:
             return None
         state = self._loader.state
         idle = state is ModelState.READY and self._gate.idle
-        return Resident(self.id, idle, self._last_used, self._loader.nbytes, leaving=state is ModelState.UNLOADING)
+        return Resident(
+            self.id,
+            idle,
+            self._last_used,
+            self._loader.nbytes,
+            leaving=state is ModelState.UNLOADING,
+            loading=state is ModelState.LOADING,
+        )
 
     # -- how
 
     async def _load(self, event: ModelEvent) -> Pool:
-        assert self._nursery is not None, "models run before they are used"
+        if self._nursery is None:  # it was found in the very moment of its registration
+            await self._running.wait()
+        assert self._nursery is not None, "a running model has its nursery"
         return await self._loader.attempt(self._nursery, self.config, self._make_room, event).wait()
 
     async def _make_room(self, nbytes: int) -> None:
         await self._house.residency.make_room(self, nbytes)
 
+    def _replaces_pool(self, config: ModelConfig) -> bool:
+        """Whether a live pool would have to go for this configuration."""
+        return self._loader.pool is not None and not same_pool(config, self.config)
+
     async def _try_out(self, config: ModelConfig, trial: AsyncExitStack) -> None:
         """See that a configuration can be loaded, beside the live one where the memory allows that."""
         file = await inspect(self._house.engine, config)
-        if self._house.residency.has_room_for(file.memory(session_options(config, file.n_ctx_train), slots=1)):
+        if self._house.residency.has_room_for(memory_needed(config, file, self._house.cache, slots=1)):
             await trial.enter_async_context(tried_out(config, self._house.cache))
 
     async def _commit(self, config: ModelConfig) -> None:
@@ -304,6 +333,7 @@ class Model:
             await self._loader.retire()
             # The point of no return: the old pool is gone.
             self._adopt(config)
+            self._house.residency.keep_place(self)
             await self._load(ModelEvent.RECONFIGURE_COMMITTED)
 
     async def _load_with(self, config: ModelConfig) -> None:
@@ -332,6 +362,10 @@ class Model:
     def _max_queued(self, config: ModelConfig) -> int:
         return self._house.max_queued if config.max_queued_requests is None else config.max_queued_requests
 
+    def _note_settled(self) -> None:
+        self._house.residency.settled(self)
+        self._note_use()
+
     def _note_use(self) -> None:
         self._last_used = trio.current_time()
         self._changed.set()
@@ -341,7 +375,7 @@ class Model:
         while True:
             self._changed = trio.Event()
             keep = self._house.idle_unload if self.config.keep_alive_ms is None else self.config.keep_alive_ms / 1000
-            waiting = self._loader.pool is not None and self._gate.idle and keep > 0
+            waiting = self._retires and self._loader.pool is not None and self._gate.idle and keep > 0
             due = self._last_used + keep if waiting else math.inf
             with trio.move_on_at(due):
                 await self._changed.wait()

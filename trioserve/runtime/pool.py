@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import trio
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import LoadFailure, LoadOptions, Progress, Session, SessionOptions, Weights
+from trioserve.engine.base import LoadFailure, LoadOptions, ModelFile, Progress, Session, SessionOptions, Weights
 from trioserve.errors import InvalidModelError, ModelLoadError
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.slot import Slot
@@ -91,6 +91,13 @@ def session_options(config: ModelConfig, n_ctx_train: int) -> SessionOptions:
         kv_dtype=config.kv_dtype,
         flash_attention=flash,
     )
+
+
+def memory_needed(config: ModelConfig, file: ModelFile, cache: WeightsCache, slots: int) -> int:
+    """Estimate the bytes that a load would take beside what is loaded: weights that are there already count once."""
+    options = session_options(config, file.n_ctx_train)
+    shared = file.memory(options, slots=0) if cache.has(config.path, load_options(config)) else 0
+    return file.memory(options, slots) - shared
 
 
 @contextlib.asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -59,14 +60,18 @@ class Residency:
         self._reserve = min_free_mb * MIB
         self._tenants = tenants
         self._free = free
+        self._claims: dict[Tenant, int] = {}  # the bytes of loads from `make_room` to `settled`, the oldest one first
+        self._some_settled = trio.Event()
 
     def has_room_for(self, needed: int) -> bool:
-        """Whether so many bytes fit beside everything that is loaded now; not where that can't be told."""
+        """Whether so many bytes fit beside everything that is loaded or loads; not where that can't be told."""
         free = self._free()
-        return free is not None and free - needed >= self._reserve
+        return free is not None and free - sum(self._claims.values()) - needed >= self._reserve
 
     async def make_room(self, newcomer: Tenant, needed: int) -> None:
-        """Return when the newcomer may be loaded. It counts as loading already, so nobody else takes its place.
+        """Return when the newcomer may be loaded. Nobody else takes its place or its memory until ``settled``.
+
+        Of several loads the one that asks first has the first choice. Those that have not asked yet count for nobody.
 
         Arguments:
             newcomer: about to be loaded.
@@ -76,16 +81,20 @@ class Residency:
             ServerBusyError: the bound on loaded models leaves no place, and too few of them are idle.
             InsufficientMemoryError: it would leave too little memory, also without the idle models.
         """
+        self._claims[newcomer] = needed
         # An idle model may be taken by a request between the choice and its unloading: then the choice is made again.
         while True:
-            others = self._others(newcomer)
+            others, claimed = self._others(newcomer), self._claimed_before(newcomer)
             try:
-                victims = self._victims(newcomer, needed, list(others))
-            except (ServerBusyError, InsufficientMemoryError):
+                victims = self._victims(newcomer, needed, list(others), claimed)
+            except (ServerBusyError, InsufficientMemoryError) as error:
                 leaving = [tenant for resident, tenant in others.items() if resident.leaving]
-                if not leaving:
+                if leaving:
+                    await leaving[0].wait_unloaded()
+                elif claimed and isinstance(error, InsufficientMemoryError):
+                    await self._some_settled.wait()  # what it has taken by now is claimed and no longer free
+                else:
                     raise
-                await leaving[0].wait_unloaded()
                 continue
             if not victims:
                 return
@@ -94,15 +103,35 @@ class Residency:
                     logger.info("unloading %s to make room for %s", victim.id, newcomer.id)
                     nursery.start_soon(others[victim].try_unload)
 
+    def keep_place(self, tenant: Tenant) -> None:
+        """Let a tenant that is loaded count as that until its next load has ``settled``: nobody is before it."""
+        self._claims = {tenant: 0, **self._claims}
+
+    def settled(self, tenant: Tenant) -> None:
+        """Note the end of a load, whatever came of it."""
+        if self._claims.pop(tenant, None) is not None:
+            self._some_settled.set()
+            self._some_settled = trio.Event()
+
+    def _claimed_before(self, newcomer: Tenant) -> int:
+        """Bytes that older loads were promised, or ask for."""
+        return sum(self._claims[tenant] for tenant in self._older(newcomer))
+
+    def _older(self, newcomer: Tenant) -> list[Tenant]:
+        return list(itertools.takewhile(lambda tenant: tenant is not newcomer, self._claims))
+
     def _others(self, newcomer: Tenant) -> dict[Resident, Tenant]:
-        """All that take memory, without the newcomer."""
+        """All that take memory, without the newcomer and the loads that are younger than it."""
+        older = self._older(newcomer)
         return {
             resident: tenant
             for tenant in self._tenants()
-            if tenant is not newcomer and (resident := tenant.resident()) is not None
+            if tenant is not newcomer
+            and (resident := tenant.resident()) is not None
+            and (not resident.loading or tenant in older)
         }
 
-    def _victims(self, newcomer: Tenant, needed: int, others: Sequence[Resident]) -> list[Resident]:
+    def _victims(self, newcomer: Tenant, needed: int, others: Sequence[Resident], claimed: int) -> list[Resident]:
         by_count = victims_for_count(others, self._max_loaded)
         if by_count is None:
             raise ServerBusyError(
@@ -112,6 +141,7 @@ class Residency:
         free = self._free() if self._reserve else None
         if free is None:
             return by_count
+        free -= claimed
         by_memory = victims_for_memory(others, free, needed, self._reserve)
         if by_memory is None:
             raise InsufficientMemoryError(

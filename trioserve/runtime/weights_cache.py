@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,14 +37,19 @@ class _Entry:
     """Weights on their way in, in use, or on their way out.
 
     Attributes:
-        users: who holds them or waits for their load. The last one to leave frees them; then there is no way back.
+        users: who holds them or waits for their load. The last one to leave frees them, or gives their load up; then
+            there is no way back.
+        wanted: whether their load shall go on; written by the event loop, read by the loading thread.
+        unforeseen: what else a load raised, for the one who began it.
         settled: set at the end of the load, when ``weights`` or ``error`` is there.
         freed: set when they are gone again.
     """
 
     users: int
+    wanted: bool = True
     weights: Weights | None = None
     error: ModelLoadError | None = None
+    unforeseen: Exception | None = None
     settled: trio.Event = field(default_factory=trio.Event)
     freed: trio.Event = field(default_factory=trio.Event)
 
@@ -55,7 +59,7 @@ class WeightsCache:
 
     The first one loads, those who come meanwhile wait for that load, and the last one to leave frees. Whoever comes
     while they are being freed waits for the end of that and loads anew: there are never two copies. A failed load is
-    forgotten, so the next one to come tries again.
+    forgotten, so the next one to come tries again. A load that nobody waits for any more is given up.
 
     Arguments:
         engine: where weights come from.
@@ -86,51 +90,81 @@ class WeightsCache:
             await entry.freed.wait()
         if entry is None:
             entry = self._entries[key] = _Entry(users=1)
-            await self._load(key, entry, path, progress)
+            async with trio.open_nursery() as nursery:  # it ends with the load, whatever becomes of this caller
+                nursery.start_soon(self._load, key, entry, path, progress)
+                await self._settled(key, entry)
+            if entry.unforeseen is not None:
+                raise entry.unforeseen
         else:
             entry.users += 1  # from now on: the others may have come and gone before this one has woken up
-            try:
-                await entry.settled.wait()
-            except BaseException:
-                await self._leave(key, entry)
-                raise
+            await self._settled(key, entry)
         if entry.error is not None:
             raise entry.error
         assert entry.weights is not None, "a settled entry has weights or an error"
         return entry.weights
+
+    def has(self, path: Path, options: LoadOptions) -> bool:
+        """Whether these weights are loaded, or on their way in: whoever asks for them now takes no more memory."""
+        try:
+            entry = self._entries.get(_Key.of(path, options))
+        except OSError:
+            return False
+        return entry is not None and entry.users > 0
 
     async def release(self, weights: Weights) -> None:
         """Give weights back; the last user's call frees them."""
         key = self._keys[id(weights)]
         await self._leave(key, self._entries[key])
 
+    async def _settled(self, key: _Key, entry: _Entry) -> None:
+        try:
+            await entry.settled.wait()
+        except BaseException:
+            await self._leave(key, entry)
+            raise
+
     async def _leave(self, key: _Key, entry: _Entry) -> None:
         entry.users -= 1
-        if entry.users == 0 and entry.weights is not None:
-            del self._keys[id(entry.weights)]
-            try:
+        if entry.users:
+            return
+        if entry.settled.is_set():
+            await self._remove(key, entry)
+        else:
+            entry.wanted = False  # whatever comes of the load, its end removes it
+
+    async def _remove(self, key: _Key, entry: _Entry) -> None:
+        """Free weights, where there are any, and let those in who wait for that."""
+        try:
+            if entry.weights is not None:
+                del self._keys[id(entry.weights)]
                 await _free(entry.weights)
-            finally:
+        finally:
+            if self._entries.get(key) is entry:
                 del self._entries[key]
-                entry.freed.set()
+            entry.freed.set()
 
     async def _load(self, key: _Key, entry: _Entry, path: Path, progress: Progress | None) -> None:
+        def note(fraction: float) -> bool:
+            """Called in the loading thread."""
+            return (progress is None or progress(fraction)) and entry.wanted
+
         try:
-            with trio.CancelScope(shield=True):  # others wait for this load, whatever becomes of its caller
+            with trio.CancelScope(shield=True):  # the others wait for this load, whatever becomes of its caller
                 entry.weights = await trio.to_thread.run_sync(
-                    self._engine.load, path, key.options, progress, limiter=self._limiter
+                    self._engine.load, path, key.options, note, limiter=self._limiter
                 )
             self._keys[id(entry.weights)] = key
         except LoadFailure as error:
             entry.error = ModelLoadError(f"{path} could not be loaded: {error}")
+        except Exception as error:
+            entry.error, entry.unforeseen = ModelLoadError(f"{path} could not be loaded"), error
         except BaseException:
             entry.error = ModelLoadError(f"{path} could not be loaded")
             raise
         finally:
-            if entry.error is not None:
-                with suppress(KeyError):
-                    del self._entries[key]
             entry.settled.set()
+            if entry.weights is None or not entry.wanted:
+                await self._remove(key, entry)
 
 
 async def _free(weights: Weights) -> None:

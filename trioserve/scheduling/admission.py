@@ -78,6 +78,11 @@ class Admission:
             raise RuntimeError("the slot count may only change while the whole model is held")
         self._slots, self._max_queued = slots, max_queued
 
+    def check(self, ticket: Ticket, now: float) -> None:
+        """Do nothing where ``enter`` would take a newcomer in; raise what it would raise where it would not."""
+        if not self._admissible_now(ticket):
+            self._refuse_hopeless(ticket, now)
+
     def enter(self, ticket: Ticket, now: float) -> None:
         """Put a newcomer at the end of the queue, or turn it away.
 
@@ -90,8 +95,7 @@ class Admission:
         Raises:
             ServerBusyError: it may not wait as long as it would have to, or the queue is full.
         """
-        if not self._admissible_now(ticket):
-            self._refuse_hopeless(ticket, now)
+        self.check(ticket, now)
         self._queue.append(ticket)
         self._waiting_managers += ticket.kind is Kind.MANAGER
 

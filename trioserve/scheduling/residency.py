@@ -17,6 +17,7 @@ class Resident:
         last_used: seconds, on any one clock.
         nbytes: estimated memory; what its unloading gives back.
         leaving: it is being unloaded; whoever needs its place waits for that.
+        loading: it takes a place once it was granted one.
     """
 
     id: str
@@ -24,6 +25,7 @@ class Resident:
     last_used: float
     nbytes: int = 0
     leaving: bool = False
+    loading: bool = False
 
 
 def victims_for_count(residents: Sequence[Resident], limit: int) -> list[Resident] | None:

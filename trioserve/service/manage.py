@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
 from pydantic import ValidationError
 
 from trioserve.config import Config, ModelConfig, explain
-from trioserve.errors import InvalidRequestError, ModelNotFoundError
+from trioserve.errors import (
+    EngineError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ServerBusyError,
+    ShuttingDownError,
+    TrioserveError,
+)
 from trioserve.runtime.loader import inspect
 from trioserve.runtime.model import House, Model, ModelStatus
 from trioserve.runtime.registry import Registry
 from trioserve.scheduling.admission import Ticket, effective_wait
+from trioserve.scheduling.lifecycle import RequestEvent
+from trioserve.service.ledger import Ledger
 
 logger = logging.getLogger("trioserve.management")
 
@@ -37,6 +48,7 @@ class Management:
         registry: of models.
         house: shared by the models.
         nursery: where the models that are registered here live.
+        ledger: where operations are entered beside requests: a drain waits for them, and cuts off what is left.
         check_accepting: raises while the server drains.
     """
 
@@ -46,12 +58,14 @@ class Management:
         registry: Registry,
         house: House,
         nursery: trio.Nursery,
+        ledger: Ledger,
         check_accepting: Callable[[], None],
     ) -> None:
         self._config = config
         self._registry = registry
         self._house = house
         self._nursery = nursery
+        self._ledger = ledger
         self._check_accepting = check_accepting
 
     async def load(self, settings: Mapping[str, object]) -> ModelStatus:
@@ -66,13 +80,12 @@ class Management:
             ServerBusyError, ModelLoadError, InsufficientMemoryError: see ``Model.reconfigure``.
         """
         self._check_accepting()
-        config = _validated(settings, known := self._registered(settings.get("id")))
-        if known is None and (known := self._registered(config.id)) is not None:  # named by its file alone
-            config = _validated(settings, known)
-        self._check_root(config.path)
-        model = known or await self._register(config)
-        await model.reconfigure(config, self._wait(model, config.busy_timeout_ms))
-        return model.status()
+        known, config = self._meant(settings)
+        async with self._entered("load", config.id):
+            model = known or await self._register(config)
+            # What is left out is as it is in the model's turn: others may change it until then.
+            await model.reconfigure(partial(self._merged, settings), self._wait(model, config.busy_timeout_ms))
+            return model.status()
 
     async def unload(self, model_id: str, busy_timeout_ms: int | None = None) -> ModelStatus:
         """Unload one model when its earlier work is done. Idempotent.
@@ -85,19 +98,18 @@ class Management:
         model = self._registry.get(model_id)
         if model is None:
             raise ModelNotFoundError(f"the model {model_id[:100]!r} does not exist", param="id")
-        await model.unload(self._wait(model, busy_timeout_ms))
-        return model.status()
+        async with self._entered("unload", model.id):
+            await model.unload(self._wait(model, busy_timeout_ms))
+            return model.status()
 
     async def unload_many(self, model_ids: Sequence[str], busy_timeout_ms: int | None = None) -> BulkResult:
         """Unload several models, each as soon as it is free; see ``_unload_each``. Unknown ids are told."""
         self._check_accepting()
-        wanted = list(dict.fromkeys(model_ids))
-        models = [model for model_id in wanted if (model := self._registry.get(model_id)) is not None]
+        found = {model_id: self._registry.get(model_id) for model_id in model_ids}  # of this moment, each id once
+        models = [model for model in found.values() if model is not None]
+        not_found = [model_id for model_id, model in found.items() if model is None]
         await self._unload_each(models, busy_timeout_ms)
-        return BulkResult(
-            unloaded=[model.id for model in models],
-            not_found=[model_id for model_id in wanted if self._registry.get(model_id) is None],
-        )
+        return BulkResult(unloaded=[model.id for model in models], not_found=not_found)
 
     async def unload_all(self, busy_timeout_ms: int | None = None) -> BulkResult:
         """Unload every model that is registered at this moment; see ``_unload_each``."""
@@ -110,9 +122,13 @@ class Management:
         """Raise all barriers in one step, then let each model go in its own time: none waits for another.
 
         Raises:
-            ServerBusyError: for one of them there was no turn within the wait. The others are unloaded all the same,
-                unless it was turned away on arrival: then nothing was changed.
+            ServerBusyError: for the ones that it names there was no turn within the wait. The others are unloaded all
+                the same, unless one was turned away on arrival: then nothing was changed.
         """
+        async with self._entered("unload", ", ".join(model.id for model in models)):
+            await self._unload_at_once(models, busy_timeout_ms)
+
+    async def _unload_at_once(self, models: Sequence[Model], busy_timeout_ms: int | None) -> None:
         barriers: list[tuple[Model, Ticket]] = []
         try:
             for model in models:
@@ -122,19 +138,61 @@ class Management:
             for model, ticket in barriers:
                 model.cancel_unload(ticket)
             raise
-        errors: list[Exception] = []
+        refused: dict[str, ServerBusyError] = {}
+        unforeseen: list[Exception] = []
 
         async def finish(model: Model, ticket: Ticket) -> None:
             try:
                 await model.finish_unload(ticket)
-            except Exception as error:
-                errors.append(error)
+            except ServerBusyError as error:
+                refused[model.id] = error
+            except Exception as error:  # told on its own below: a nursery would wrap it
+                logger.exception("model %s could not be unloaded", model.id)
+                unforeseen.append(error)
 
         async with trio.open_nursery() as nursery:
             for model, ticket in barriers:
                 nursery.start_soon(finish, model, ticket)
-        if errors:
-            raise errors[0]
+        if unforeseen:
+            raise unforeseen[0]
+        if refused:
+            names = ", ".join(model.id for model in models if model.id in refused)
+            raise ServerBusyError(f"not unloaded: {names}: {next(iter(refused.values())).message}")
+
+    @contextlib.asynccontextmanager
+    async def _entered(self, operation: str, model_id: str) -> AsyncIterator[None]:
+        """Have an operation in the book for the length of the block.
+
+        Raises:
+            ShuttingDownError: it was cut off.
+        """
+        record = self._ledger.open("-", model_id)
+        record.fields["operation"] = operation
+        try:
+            with record.scope:
+                yield
+                for event in (RequestEvent.ADMITTED, RequestEvent.STARTED, RequestEvent.FINISHED):
+                    record.advance(event)
+                return
+            raise ShuttingDownError("the server is shutting down and cut this operation off")
+        except Exception as error:
+            record.fail(error if isinstance(error, TrioserveError) else EngineError("the operation failed"))
+            raise
+        finally:
+            record.close()
+
+    def _meant(self, settings: Mapping[str, object]) -> tuple[Model | None, ModelConfig]:
+        """Which model a load is for, None where it is a new one, and its configuration if nothing comes between."""
+        known = self._registered(settings.get("id"))
+        config = self._merged(settings, known.config if known else None)
+        if known is None and (known := self._registered(config.id)) is not None:  # named by its file alone
+            config = self._merged(settings, known.config)
+        return known, config
+
+    def _merged(self, settings: Mapping[str, object], before: ModelConfig | None) -> ModelConfig:
+        config = _validated(settings, before)
+        self._check_root(config.path)
+        return config
 
     def _registered(self, model_id: object) -> Model | None:
         return self._registry.get(model_id) if isinstance(model_id, str) else None
@@ -143,13 +201,11 @@ class Management:
         """Enter a new model whose file was looked at first, so that a wrong one leaves no registration."""
         await inspect(self._house.engine, config)
         await trio.lowlevel.checkpoint_if_cancelled()  # the caller may have left while the thread looked
-        self._check_accepting()  # once more: a drain that has begun meanwhile does not know of this model
         if (other := self._registry.get(config.id)) is not None:  # registered by somebody else meanwhile
             return other
         model = Model(config, self._house)
         self._registry.add(model)
-        with trio.CancelScope(shield=True):  # a model that is registered runs, whatever becomes of this caller
-            await self._nursery.start(model.run)
+        self._nursery.start_soon(model.run)  # whoever finds the model before it runs waits for that
         logger.info("model %s is registered", model.id, extra={"fields": {"path": str(config.path)}})
         return model
 
@@ -168,12 +224,12 @@ class Management:
         return effective_wait(self._config.busy_timeout_ms, model.config.busy_timeout_ms, busy_timeout_ms)
 
 
-def _validated(settings: Mapping[str, object], known: Model | None) -> ModelConfig:
+def _validated(settings: Mapping[str, object], before: ModelConfig | None) -> ModelConfig:
     """Check a load's settings; what is left out, or null, is as it was."""
     given = {name: value for name, value in settings.items() if value is not None}
-    before = known.config.model_dump(exclude_unset=True) if known is not None else {}
+    kept = before.model_dump(exclude_unset=True) if before is not None else {}
     try:
-        return ModelConfig.model_validate({**before, **given})
+        return ModelConfig.model_validate({**kept, **given})
     except ValidationError as error:
         problem = explain(error, "model")
         raise InvalidRequestError(problem.text, param=problem.name) from None

@@ -14,6 +14,7 @@ from trioserve.config import Config
 from trioserve.engine.base import Engine
 from trioserve.errors import EngineError, ShuttingDownError, TrioserveError
 from trioserve.runtime.cores import Cores
+from trioserve.runtime.lease import Lease
 from trioserve.runtime.loader import LoadProgress
 from trioserve.runtime.model import House, Model, ModelStatus
 from trioserve.runtime.registry import Registry
@@ -53,9 +54,9 @@ class Service:
         self.registry = registry
         # Models that are registered later neither load by themselves nor make the server unready.
         self._at_start = [model for model in registry if not model.config.lazy]
-        self.management = Management(config, registry, house, nursery, self.check_accepting)
         self._phase = ProcessPhase.SERVING
         self._ledger = Ledger()
+        self.management = Management(config, registry, house, nursery, self._ledger, self.check_accepting)
         self._preparer = Preparer()
         self._hurry = trio.Event()
         self._started = trio.Event()
@@ -138,6 +139,8 @@ class Service:
         started, before = trio.current_time(), self._ledger.tally()
         self._phase = advance(PROCESS, self._phase, ProcessEvent.STOP_REQUESTED)
         logger.info("draining", extra={"fields": {"active": before.active}})
+        for model in self.registry:
+            model.stay()
         await self._wait_for_requests(self.config.drain_timeout_ms / 1000)
         complete = self._ledger.idle
         if not complete:
@@ -157,18 +160,24 @@ class Service:
         """Make a drain that is under way cut off what is left at once."""
         self._hurry.set()
 
-    async def load_at_start(self) -> None:
-        """Load every model that isn't lazy, side by side. ``open_service`` runs this, once."""
+    async def load_at_start(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Load every model that isn't lazy, side by side. ``open_service`` runs this, once, before anybody else comes.
 
-        async def load(model: Model) -> None:
+        Each load is a request's, so to speak: it holds a slot, and whoever would change the model waits for it.
+        """
+
+        async def load(lease: Lease) -> None:
             try:
-                await model.ensure_loaded()
+                await lease.ready()
             except TrioserveError as error:
                 self._start_error = self._start_error or error
+            finally:
+                lease.release()
 
         async with trio.open_nursery() as nursery:
             for model in self._at_start:
-                nursery.start_soon(load, model)
+                nursery.start_soon(load, await model.admit(None))
+            task_status.started()
         self._started.set()
 
     async def wait_started(self) -> None:
@@ -287,7 +296,7 @@ async def open_service(
             registry.add(model)
             await nursery.start(model.run)
         service = Service(config, house, registry, nursery)
-        nursery.start_soon(service.load_at_start)
+        await nursery.start(service.load_at_start)
         try:
             yield service
         finally:
