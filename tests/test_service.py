@@ -867,5 +867,5 @@ async def test_a_text_far_too_long_is_refused_without_its_tokens(service_for, en
             assert [part async for part in generation]
         weights = type(next(iter(service.registry)).pool.weights)
         monkeypatch.setattr(weights, "tokenize", lambda *_, **__: pytest.fail("it was tokenised"))
-        with pytest.raises(ContextLengthError, match="at least 1000000 tokens.*4096"):
+        with pytest.raises(ContextLengthError, match=r"at least 1000000 tokens.*4096"):
             await service.start(GenerationRequest(TextPrompt("x" * 1_000_000)), contextlib.ExitStack())
