@@ -199,3 +199,12 @@ def test_module_runs_as_a_program():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == "trioserve: model 'none': model file 'none.gguf' cannot be read: No such file or directory\n"
+
+
+def test_validate_tells_of_a_template_that_is_none(tmp_path, capsys):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(64))
+    assert cli.main(["validate", str(path), "--chat-template", "{% if"]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("trioserve: chat_template of model 'tiny':")
+    assert complaint.count("tiny") == complaint.count("\n") == 1

@@ -111,9 +111,12 @@ def _validate(config: Config) -> int:
     for model in config.models:
         try:
             check_model(model)
-        except (ConfigError, InvalidModelError) as error:
+        except InvalidModelError as error:
             failed = True
             _complain(f"model {model.id!r}: {error.message}")
+        except ConfigError as error:  # names the model itself
+            failed = True
+            _complain(error.message)
         else:
             _say(one_line(f"{model.id} {model.path} slots={model.slots}"))
     if failed:
