@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -14,6 +15,15 @@ from trioserve.config import settings, settings_by_flag
 from trioserve.errors import ConfigError, InvalidModelError
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """The signal handlers of the test run, as they were when the test is over: serving installs its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
