@@ -48,6 +48,7 @@ MODEL_DEFAULTS = {
     "n_ctx": None,
     "n_batch": 2048,
     "n_ubatch": 512,
+    "batch_capacity": 8,
     "threads": 0,
     "gpu_layers": 0,
     "lazy": False,

@@ -21,6 +21,7 @@ from trioserve.http.app import create_app
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import CompletionRequest
 from trioserve.http.schemas.management import UnloadAllRequest, UnloadModelsRequest, UnloadRequest
+from trioserve.http.schemas.tasks import BatchTaskRequest, parse_task
 from trioserve.scheduling.diagram import mermaid
 from trioserve.scheduling.lifecycle import MODEL, PROCESS, REQUEST, ModelState, ProcessPhase, RequestPhase
 from trioserve.service import open_service
@@ -199,7 +200,14 @@ def test_snippets_parse(page):
 
 
 def test_bodies_in_curl_snippets_are_accepted():
-    schemas = {"/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest, **MANAGEMENT}
+    parsers = {
+        "/v1/chat/completions": ChatCompletionRequest.parse,
+        "/v1/completions": CompletionRequest.parse,
+        "/v1/tasks/run": parse_task,
+        "/v1/tasks/stream": parse_task,
+        "/v1/tasks/batch": BatchTaskRequest.parse,
+        **{route: schema.parse for route, schema in MANAGEMENT.items()},
+    }
     found = 0
     for page in PAGES:
         for snippet in snippets(page, "sh"):
@@ -209,7 +217,7 @@ def test_bodies_in_curl_snippets_are_accepted():
                 if route == "/v1/models/load":  # of a registered model, whose path is known
                     ModelConfig(**{"path": Path("model.gguf"), **json.loads(body)})
                 else:
-                    schemas[route].parse(json.loads(body))
+                    parsers[route](json.loads(body))
                 found += 1
     assert found >= 7
 

@@ -12,7 +12,7 @@ from trioserve.http.body import decode_object
 from trioserve.http.completion import _sampling
 from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationFields
 from trioserve.http.schemas.chat import ChatCompletionRequest
-from trioserve.http.schemas.completions import CompletionRequest
+from trioserve.http.schemas.completions import MAX_PROMPTS, CompletionRequest
 from trioserve.service import TextPrompt, TokenPrompt
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -433,7 +433,7 @@ def test_unsupported_fields_are_refused_and_not_ignored(schema):
     ],
 )
 def test_a_prompt_in_all_its_forms(value, prompt):
-    assert parse(CompletionRequest, prompt=value).prompt == prompt
+    assert list(parse(CompletionRequest, prompt=value).prompt) == [prompt]
 
 
 @pytest.mark.parametrize(
@@ -444,9 +444,19 @@ def test_what_is_no_prompt(value):
     refused(CompletionRequest, {"prompt": value}, "prompt", "must be a string or a non-empty list of token ids")
 
 
-@pytest.mark.parametrize("value", [["a", "b"], [[1], [2]], [[], []], [[1], "a"], ["a"] * 3])
-def test_several_prompts_are_counted(value):
-    refused(CompletionRequest, {"prompt": value}, "prompt", f"holds {len(value)} prompts", "takes one")
+def test_several_prompts_keep_their_order():
+    value = ["a", [1, 2], ""]
+    assert list(parse(CompletionRequest, prompt=value).prompt) == [TextPrompt("a"), TokenPrompt([1, 2]), TextPrompt("")]
+
+
+@pytest.mark.parametrize("value", [["a", 1], [[], []], [["a"], "b"], ["a", None]])
+def test_a_list_of_prompts_that_holds_something_else(value):
+    refused(CompletionRequest, {"prompt": value}, "prompt", "or a list of such prompts")
+
+
+def test_too_many_prompts_are_counted():
+    value = ["a"] * (MAX_PROMPTS + 1)
+    refused(CompletionRequest, {"prompt": value}, "prompt", f"holds {len(value)} prompts", f"at most {MAX_PROMPTS}")
 
 
 # Messages

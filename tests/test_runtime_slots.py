@@ -9,8 +9,9 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.engine.base import Finished, SequenceRequest, SessionOptions, Token
+from trioserve.engine.base import Failed, Finished, SequenceRequest, SessionOptions, Token
 from trioserve.errors import EngineError, ShuttingDownError, TrioserveError
+from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores, available_cores
 from trioserve.runtime.job import BUFFERED_EVENTS, Job
 from trioserve.runtime.slot import Slot
@@ -49,7 +50,10 @@ async def read_to_error(job):
             events = await job.next_events()
         except TrioserveError as error:
             return text, error
-        text += "".join(event.text for event in events)
+        for event in events:
+            if isinstance(event, Failed):
+                return text, EngineError(event.message)
+            text += event.text
 
 
 async def answer(model, request):
@@ -433,7 +437,13 @@ async def test_a_job_that_was_given_up_gives_no_more_events(model_for, engine):
 
 def lone_slot(engine, model_file):
     session = engine.load(model_file, None).open_session(SessionOptions())
-    return Slot(0, session, trio.CapacityLimiter(1), Cores(1), 0)
+    return alone(session, Cores(1))
+
+
+def alone(session, cores):
+    """A slot without a pool, whose batches have to do with its own session."""
+    batches = BatchSessions(None, SessionOptions(), 1, lambda options: False)
+    return Slot(0, session, trio.CapacityLimiter(1), cores, 0, batches)
 
 
 async def test_a_slot_that_is_cancelled_finishes_its_job_first(engine, model_file):
@@ -441,7 +451,7 @@ async def test_a_slot_that_is_cancelled_finishes_its_job_first(engine, model_fil
     engine.step_gate.shut()
     async with trio.open_nursery() as nursery:
         await nursery.start(slot.run)
-        slot.submit(Job(sequence(), slot.session.interrupt), idle.set)
+        slot.submit(Job([sequence()], slot.interrupt), idle.set)
         await engine.step_gate.arrived()
         nursery.cancel_scope.cancel()
         assert not idle.is_set()
@@ -456,7 +466,7 @@ async def test_a_slot_that_is_cancelled_while_its_reader_is_slow_still_tells_whe
     slot, idle = lone_slot(engine, model_file), trio.Event()
     async with trio.open_nursery() as nursery:
         await nursery.start(slot.run)
-        job = Job(sequence(tokens=3 * BUFFERED_EVENTS), slot.session.interrupt)
+        job = Job([sequence(tokens=3 * BUFFERED_EVENTS)], slot.interrupt)
         slot.submit(job, idle.set)
         await eventually(lambda: job.full)
         nursery.cancel_scope.cancel()
@@ -473,7 +483,7 @@ async def test_a_job_that_reaches_a_slot_on_its_way_out_is_not_lost(engine, mode
         await nursery.start(slot.run)
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
-        job = Job(sequence(), slot.session.interrupt)
+        job = Job([sequence()], slot.interrupt)
         slot.submit(job, idle.set)
     assert idle.is_set()
     with pytest.raises(EngineError):
@@ -515,11 +525,12 @@ async def test_the_short_last_piece_of_a_prompt_is_no_proof_for_fewer_threads(mo
     clock = {"now": 0.0}
     monkeypatch.setattr("trioserve.runtime.slot.time.perf_counter", lambda: clock["now"])
     session = Prompting(clock)
-    slot = Slot(0, session, trio.CapacityLimiter(1), Cores(2), threads=0)
+    slot = alone(session, Cores(2))
     for _ in range(100):
-        job = Job(sequence(), lambda: None)
-        slot._step(job)
-        slot._step(job)
+        job = Job([sequence()], lambda: None)
+        job.feed(lambda work: 0, 1)
+        slot._step(session, job)
+        slot._step(session, job)
     assert session.threads.count(2) >= 190
 
 
@@ -534,14 +545,15 @@ async def test_an_interrupted_step_is_no_proof_for_fewer_threads(monkeypatch):
             return [Token(0, 1, "x")]
 
     session = Decoding(clock)
-    slot = Slot(0, session, trio.CapacityLimiter(1), Cores(2), threads=0)
+    slot = alone(session, Cores(2))
     for _ in range(20):
-        job = Job(sequence(), lambda: None)
-        job.first_token_at = 0.0
+        job = Job([sequence()], lambda: None)
+        job.feed(lambda work: 0, 1)
+        job.post([Token(0, 1, "x")])
         for _ in range(3):
-            slot._step(job)
+            slot._step(session, job)
         job.cancel()
         session.step = lambda threads: session.threads.append(threads) or []  # returns at once
-        slot._step(job)
+        slot._step(session, job)
         del session.step
     assert session.threads[-20:].count(2) >= 16

@@ -98,7 +98,7 @@ async def test_a_text_is_continued(service_for):
     async with service_for() as service:
         text, done = await collect(service, request("hello", 7))
     assert text == expected("hello", 7)
-    assert done == Done(FinishReason.LENGTH, Usage(prompt_tokens=5, completion_tokens=7))
+    assert (done.finish_reason, done.usage) == (FinishReason.LENGTH, Usage(prompt_tokens=5, completion_tokens=7))
     assert done.usage.total_tokens == 12
 
 
@@ -121,7 +121,7 @@ async def test_an_answer_that_ends_by_itself_says_so(service_for, engine):
     async with service_for() as service:
         text, done = await collect(service, request("hello", 100))
     assert text == expected("hello", 100)[:3]
-    assert done == Done(FinishReason.STOP, Usage(5, 3))
+    assert (done.finish_reason, done.usage) == (FinishReason.STOP, Usage(5, 3))
 
 
 async def test_a_stop_string_ends_the_answer_and_is_not_in_it(service_for):

@@ -109,6 +109,12 @@ class ModelConfig(BaseModel):
         "n_batch, whichever is less.",
         json_schema_extra={"default_text": str(DEFAULT_UBATCH)},
     )
+    batch_capacity: int = Field(
+        default=8,
+        ge=1,
+        le=256,
+        description="Most prompts of one batch that a slot decodes together; the others follow as these end.",
+    )
     threads: int = Field(default=0, ge=0, le=1024, description="Cores that the busy slots share; 0 means all of them.")
     gpu_layers: int = Field(
         default=0, ge=-1, le=MAX_INT, description="Layers of the model to keep on the GPU; -1 means all of them."

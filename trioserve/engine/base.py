@@ -6,6 +6,7 @@ blocks and is called in worker threads, except ``Session.interrupt``, which may 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +19,36 @@ MAX_SLOTS = 16
 
 Progress = Callable[[float], bool]
 """Told how much of a file is loaded, from 0 to 1, in the loading thread. Answering False gives the load up."""
+
+
+class Task(StrEnum):
+    """What a session is made for."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+
+
+class Mode(StrEnum):
+    """How a session can be worked."""
+
+    OFFLINE = "offline"
+    STREAMING = "streaming"
+    BATCH = "batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What all sessions of a pool have in common.
+
+    Attributes:
+        family: the engine's name of the model's architecture.
+        task: what they are made for.
+        modes: how they can be worked.
+    """
+
+    family: str
+    task: Task
+    modes: frozenset[Mode]
 
 
 class FinishReason(StrEnum):
@@ -47,6 +78,7 @@ class SessionOptions:
     """How a session is made.
 
     Attributes:
+        task: what it is made for.
         n_ctx: tokens of context for each sequence.
         n_batch: tokens that one step may evaluate.
         n_ubatch: tokens that the backend evaluates at once.
@@ -55,6 +87,7 @@ class SessionOptions:
         flash_attention: None lets the engine choose what keeps answers independent of the load.
     """
 
+    task: Task = Task.GENERATE
     n_ctx: int = 4096
     n_batch: int = 2048
     n_ubatch: int = 512
@@ -80,6 +113,21 @@ class SequenceRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingInput:
+    """One text to be turned into a vector.
+
+    Attributes:
+        prompt: token ids, at least one, at most the session's ``n_ctx``.
+    """
+
+    prompt: Sequence[int]
+
+
+Work = SequenceRequest | EmbeddingInput
+"""What a session takes in: the one or the other, as its task is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +162,23 @@ class Failed:
     message: str
 
 
-StepEvent = Token | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A text has become a vector of unit length, and its sequence has ended.
+
+    Attributes:
+        sequence: which one.
+        vector: of float32.
+    """
+
+    sequence: int
+    vector: array[float]
+
+
+StepEvent = Token | Finished | Failed | Embedded
+
+ENDINGS = (Finished, Failed, Embedded)
+"""The events after which nothing follows for a sequence."""
 
 
 class LoadFailure(Exception):
@@ -125,13 +189,22 @@ class Session(Protocol):
     """Everything mutable about one execution. Worked by one thread at a time.
 
     Attributes:
+        traits: what it has in common with the other sessions of its pool.
         n_ctx: tokens of context for each sequence.
+        max_sequences: sequences that may live side by side.
     """
 
+    traits: Traits
     n_ctx: int
+    max_sequences: int
 
-    def add(self, request: SequenceRequest) -> int:
-        """Take a sequence in and return its number, unique among the live ones."""
+    def add(self, work: Work) -> int:
+        """Take a sequence in and return its number, unique among those that were not removed.
+
+        Raises:
+            ValueError: it is of another task, empty, or too long for the context.
+            RuntimeError: as many sequences live as can.
+        """
         ...
 
     def step(self, threads: int) -> Sequence[StepEvent]:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from quart import Response
 
+from trioserve.config import Config
 from trioserve.engine.sampling import Sampling, fold_seed
 from trioserve.http import render
 from trioserve.http.exchange import Exchange
 from trioserve.http.schemas.base import GenerationFields
-from trioserve.http.sse import EventStream, frame
-from trioserve.service import Done, Generation, GenerationRequest, Service, TextDelta
+from trioserve.http.sse import DONE, EventStream, Source, frame
+from trioserve.service import (
+    BatchRequest,
+    Done,
+    Generation,
+    GenerationRequest,
+    Part,
+    Service,
+    TextDelta,
+    Usage,
+)
 from trioserve.service.requests import Prompt
 
 _CONTENT_TYPE = "application/json"
@@ -20,7 +32,7 @@ _RANDOM_SEED = -1
 
 
 def generation_request(
-    fields: GenerationFields, prompt: Prompt, limit: int | None, exchange: Exchange
+    fields: GenerationFields, prompt: Prompt, limit: int | None, request_id: str
 ) -> GenerationRequest:
     """Turn validated fields into what the service takes."""
     return GenerationRequest(
@@ -31,20 +43,35 @@ def generation_request(
         stops=fields.stops,
         ignore_eos=bool(fields.ignore_eos),
         busy_timeout_ms=fields.busy_timeout_ms,
-        request_id=exchange.request_id,
+        request_id=request_id,
     )
 
 
 async def answer(
-    service: Service, request: GenerationRequest, fields: GenerationFields, shape: render.Shape, exchange: Exchange
+    service: Service,
+    request: GenerationRequest | BatchRequest,
+    fields: GenerationFields,
+    shape: render.Shape,
+    exchange: Exchange,
 ) -> Response:
     """Admit a request and answer it. Everything it holds is freed with the exchange."""
     generation = await service.start(request, exchange.resources)
     if not fields.stream:
         return await _in_one_piece(generation, shape)
     with_usage = bool(fields.stream_options and fields.stream_options.include_usage)
-    silence = service.config.sse_ping_interval_ms / 1000 or math.inf
-    response = Response(EventStream(_Chunks(generation, shape, with_usage=with_usage), silence))
+    return stream_response(service.config, _Chunks(generation, shape, with_usage=with_usage))
+
+
+def stream_response(config: Config, source: Source, ending: bytes = DONE) -> Response:
+    """Answer with server-sent events.
+
+    Arguments:
+        config: of the server.
+        source: of the frames.
+        ending: what the stream ends with.
+    """
+    silence = config.sse_ping_interval_ms / 1000 or math.inf
+    response = Response(EventStream(source, silence, ending))
     response.timeout = None  # Quart would cut longer streams at its RESPONSE_TIMEOUT, silently
     response.headers["content-type"] = "text/event-stream; charset=utf-8"
     response.headers["cache-control"] = "no-store"
@@ -53,15 +80,28 @@ async def answer(
 
 
 async def _in_one_piece(generation: Generation, shape: render.Shape) -> Response:
-    texts: list[str] = []
-    done: Done | None = None
+    answers = await collect(generation)
+    choices = [shape.choice(text, done.finish_reason.value, index) for index, (text, done) in sorted(answers.items())]
+    usage = sum((done.usage for _, done in answers.values()), start=Usage(0, 0))
+    return Response(render.dumps(render.whole(shape, generation, choices, usage)), content_type=_CONTENT_TYPE)
+
+
+async def collect(generation: Generation) -> dict[int, tuple[str, Done]]:
+    """Wait for all answers of a generation that is for all or nothing.
+
+    Returns:
+        Text and end of each, by the index of its prompt.
+    """
+    texts: defaultdict[int, list[str]] = defaultdict(list)
+    ends: dict[int, Done] = {}
     async for part in generation:
         if isinstance(part, TextDelta):
-            texts.append(part.text)
+            texts[part.index].append(part.text)
+        elif isinstance(part, Done):
+            ends[part.index] = part
         else:
-            done = part
-    assert done is not None, "a generation ends with Done or an error"
-    return Response(render.dumps(render.whole(shape, generation, "".join(texts), done)), content_type=_CONTENT_TYPE)
+            raise part.error
+    return {index: ("".join(texts[index]), done) for index, done in ends.items()}
 
 
 class _Chunks:
@@ -71,23 +111,30 @@ class _Chunks:
         self._generation = generation
         self._shape = shape
         self._with_usage = with_usage
+        self._usage = Usage(0, 0)
+        self._open = generation.prompts
         self._envelope = render.envelope(shape, generation, shape.chunk)
         self._opened = False
 
     async def next_frames(self) -> bytes:
         if not self._opened:
             self._opened = True
-            if (opening := self._shape.opening()) is not None:
-                return self._frame([opening])
-        frames = b""
-        for part in await self._generation.next_parts():
-            if isinstance(part, TextDelta):
-                frames += self._frame([self._shape.piece(part.text)])
-            else:
-                frames += self._frame([self._shape.ending(part.finish_reason.value)])
-                if self._with_usage:
-                    frames += self._frame([], render.usage(part.usage))
-        return frames
+            openings = [self._shape.opening(index) for index in range(self._open)]
+            if frames := b"".join(self._frame([opening]) for opening in openings if opening is not None):
+                return frames
+        return b"".join([frame for part in await self._generation.next_parts() for frame in self._frames(part)])
+
+    def _frames(self, part: Part) -> Iterator[bytes]:
+        if isinstance(part, TextDelta):
+            yield self._frame([self._shape.piece(part.text, part.index)])
+        elif isinstance(part, Done):
+            yield self._frame([self._shape.ending(part.finish_reason.value, part.index)])
+            self._usage += part.usage
+            self._open -= 1
+            if self._with_usage and not self._open:
+                yield self._frame([], render.usage(self._usage))
+        else:
+            raise part.error
 
     def _frame(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
         chunk = {**self._envelope, "choices": choices}

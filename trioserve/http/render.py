@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quart import Response
 
 from trioserve.errors import TrioserveError
 from trioserve.runtime.model import ModelStatus
-from trioserve.service import Done, Generation, Usage
+from trioserve.service import Generation, Usage
 from trioserve.service.status import SlotStatus
 
 _SEPARATORS = (",", ":")
@@ -22,8 +22,13 @@ def dumps(value: object) -> bytes:
 
 
 def error_body(error: TrioserveError) -> bytes:
+    """The error object that every route answers with, as JSON."""
+    return dumps(error_fields(error))
+
+
+def error_fields(error: TrioserveError) -> dict[str, Any]:
     """The error object that every route answers with."""
-    return dumps({"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}})
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def response(value: object, status: int = 200) -> Response:
@@ -77,25 +82,25 @@ class ChatShape:
     whole, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     @staticmethod
-    def opening() -> dict[str, Any] | None:
+    def opening(index: int) -> dict[str, Any] | None:
         """What the first chunk says before there is text."""
-        return {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     @staticmethod
-    def piece(text: str) -> dict[str, Any]:
+    def piece(text: str, index: int) -> dict[str, Any]:
         """More text."""
-        return {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+        return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
     @staticmethod
-    def ending(reason: str) -> dict[str, Any]:
+    def ending(reason: str, index: int) -> dict[str, Any]:
         """The end of the text."""
-        return {"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
     @staticmethod
-    def choice(text: str, reason: str) -> dict[str, Any]:
+    def choice(text: str, reason: str, index: int) -> dict[str, Any]:
         """The whole answer."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
 
 
 class CompletionShape:
@@ -105,24 +110,24 @@ class CompletionShape:
     prefix = "cmpl-"
 
     @staticmethod
-    def opening() -> dict[str, Any] | None:
+    def opening(index: int) -> dict[str, Any] | None:
         """Text completions begin with text."""
         return None
 
     @staticmethod
-    def piece(text: str) -> dict[str, Any]:
+    def piece(text: str, index: int) -> dict[str, Any]:
         """More text."""
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     @staticmethod
-    def ending(reason: str) -> dict[str, Any]:
+    def ending(reason: str, index: int) -> dict[str, Any]:
         """The end of the text."""
-        return {"index": 0, "text": "", "logprobs": None, "finish_reason": reason}
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
 
     @staticmethod
-    def choice(text: str, reason: str) -> dict[str, Any]:
+    def choice(text: str, reason: str, index: int) -> dict[str, Any]:
         """The whole answer."""
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
 Shape = type[ChatShape] | type[CompletionShape]
@@ -139,10 +144,6 @@ def envelope(shape: Shape, generation: Generation, kind: str) -> dict[str, Any]:
     }
 
 
-def whole(shape: Shape, generation: Generation, text: str, done: Done) -> Mapping[str, Any]:
+def whole(shape: Shape, generation: Generation, choices: Sequence[object], counts: Usage) -> Mapping[str, Any]:
     """An answer in one piece."""
-    return {
-        **envelope(shape, generation, shape.whole),
-        "choices": [shape.choice(text, done.finish_reason.value)],
-        "usage": usage(done.usage),
-    }
+    return {**envelope(shape, generation, shape.whole), "choices": choices, "usage": usage(counts)}

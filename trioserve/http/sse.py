@@ -20,6 +20,11 @@ def frame(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def named_frame(name: str, data: bytes) -> bytes:
+    """One event with a name."""
+    return b"event: " + name.encode() + b"\n" + frame(data)
+
+
 class Source(Protocol):
     """What a stream is made of."""
 
@@ -39,10 +44,12 @@ class EventStream(ResponseBody):
     Arguments:
         source: of the frames.
         ping_interval: seconds of silence after which a comment is sent; infinity sends none.
+        ending: what follows the last frame.
     """
 
-    def __init__(self, source: Source, ping_interval: float) -> None:
+    def __init__(self, source: Source, ping_interval: float, ending: bytes = DONE) -> None:
         self._source = source
+        self._ending = ending
         self._ping_interval = ping_interval
         self._ended = False
 
@@ -67,5 +74,7 @@ class EventStream(ResponseBody):
                 self._ended = True
                 return frame(error_body(error))
             self._ended = not frames
-            return frames or DONE
+            if not frames and not self._ending:
+                raise StopAsyncIteration
+            return frames or self._ending
         return PING

@@ -1,37 +1,49 @@
-"""One prompt on its way through a slot: what the worker thread puts in, and what the request takes out."""
+"""What a request has a slot do: one sequence, or the many of a batch, on their way through a worker thread."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import trio
 
-from trioserve.engine.base import Failed, Finished, SequenceRequest, StepEvent, Token
+from trioserve.engine.base import ENDINGS, StepEvent, Work
 from trioserve.errors import EngineError, TrioserveError
-
-logger = logging.getLogger("trioserve.slot")
 
 BUFFERED_EVENTS = 256
 """Events that may wait for a slow reader before its slot pauses."""
 
 
-class Job:
-    """Carries a sequence's events from a worker thread to the request's task, in order and bounded.
+@dataclass(slots=True)
+class Times:
+    """When a sequence was begun, gave its first token or vector, and ended, by ``time.perf_counter``; None until then.
 
-    The worker appends and nudges the event loop; nudges that are still under way are not repeated, so tokens that pile
-    up while the loop is busy are handed over together. The worker never blocks: a full buffer makes it leave the
-    engine, and the slot's task waits for room instead.
+    Written by the worker.
+    """
+
+    begun: float | None = None
+    first: float | None = None
+    ended: float | None = None
+
+
+class Job:
+    """Carries the events of its sequences from a worker thread to the request's task, in order and bounded.
+
+    A sequence is known by its index in ``works``, which its events carry as ``sequence``. The worker appends and
+    nudges the event loop; nudges that are still under way are not repeated, so tokens that pile up while the loop is
+    busy are handed over together. The worker never blocks: a full buffer makes it leave the engine, and the slot's task
+    waits for room instead.
 
     Arguments:
-        request: the sequence.
+        works: the sequences, at least one, begun in this order.
         interrupt: makes the session's running step return; safe to call from the event loop at any time.
     """
 
-    def __init__(self, request: SequenceRequest, interrupt: Callable[[], None]) -> None:
-        self.request = request
+    def __init__(self, works: Sequence[Work], interrupt: Callable[[], None]) -> None:
+        self.works = works
+        self.times = [Times() for _ in works]
         self._interrupt = interrupt
         self._token = trio.lowlevel.current_trio_token()
         self._events: deque[StepEvent] = deque()
@@ -41,8 +53,11 @@ class Job:
         self._at_end = False  # the reader has got all that comes before the error
         self._cancelled = False  # written by the event loop, read by the worker
         self._over = False  # written by the worker before it leaves for good
-        self.started_at: float | None = None
-        self.first_token_at: float | None = None
+        # The worker's own:
+        self._begun = False
+        self._next = 0
+        self._indices: dict[int, int] = {}  # of the live sequences, by their numbers in the session
+        self._without_token = 0
 
     # -- in the worker thread
 
@@ -56,19 +71,55 @@ class Job:
         """Whether the reader is too far behind for more events."""
         return len(self._events) >= BUFFERED_EVENTS
 
-    def begin(self) -> None:
-        """Note the time at which a slot took the job up."""
-        self.started_at = self.started_at or time.perf_counter()
+    @property
+    def prefilling(self) -> bool:
+        """Whether some sequence that was begun has given nothing yet."""
+        return self._without_token > 0
 
-    def post(self, events: Sequence[StepEvent]) -> None:
-        """Hand events over to the reader."""
+    def begin(self) -> bool:
+        """Tell whether this is the worker's first visit, once."""
+        first, self._begun = not self._begun, True
+        return first
+
+    def feed(self, add: Callable[[Work], int], capacity: int) -> None:
+        """Begin as many of the sequences that wait as may live at once.
+
+        Arguments:
+            add: begins one and returns its number.
+            capacity: how many may live.
+        """
+        while self._next < len(self.works) and len(self._indices) < capacity and self.wanted:
+            index = self._next
+            self._next += 1
+            self._indices[add(self.works[index])] = index
+            self._without_token += 1
+            self.times[index].begun = time.perf_counter()
+
+    def post(self, events: Sequence[StepEvent]) -> Sequence[int]:
+        """Hand events over to the reader.
+
+        Returns:
+            The numbers of the sequences that have ended.
+        """
         if not events:
-            return
-        if self.first_token_at is None and isinstance(events[0], Token):
-            self.first_token_at = time.perf_counter()
-        self._over = self._over or isinstance(events[-1], (Finished, Failed))
-        self._events.extend(events)
+            return ()
+        now = time.perf_counter()
+        ended = []
+        for event in events:
+            number, index = event.sequence, self._indices[event.sequence]
+            times = self.times[index]
+            if times.first is None:
+                times.first = now
+                self._without_token -= 1
+            if isinstance(event, ENDINGS):
+                times.ended = now
+                ended.append(number)
+            self._events.append(event if number == index else replace(event, sequence=index))
+        for number in ended:
+            del self._indices[number]
+        self._over = self._over or (not self._indices and self._next == len(self.works))
         self._token.run_sync_soon(self._nudge, idempotent=True)
+        return ended
 
     def abandon(self) -> None:
         """Note that the worker will not go on, whatever the reader expects."""
@@ -107,7 +158,6 @@ class Job:
         """Return all events that have arrived, waiting for at least one.
 
         Raises:
-            EngineError: the sequence could not go on.
             TrioserveError: whatever the job was made to fail with.
         """
         while not self._events or self._cancelled or self._at_end:
@@ -121,17 +171,6 @@ class Job:
             self._events.popleft()
         self._room.set()
         self._at_end = self._error is not None
-        return self._checked(events)
-
-    def _checked(self, events: list[StepEvent]) -> list[StepEvent]:
-        """Turn a failure among the events into the error that follows them."""
-        last = events[-1]
-        if isinstance(last, Failed):
-            logger.error("inference failed: %s", last.message)
-            self._error = self._error or EngineError("inference failed")
-            events.pop()
-            if not events:
-                raise self._error
         return events
 
     def _nudge(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from trioserve.engine.base import SequenceRequest
+from trioserve.engine.base import Work
 from trioserve.errors import TrioserveError
 from trioserve.runtime.job import Job
 from trioserve.runtime.pool import Pool
@@ -58,17 +58,17 @@ class Lease:
         """
         return await self._model.ensure_loaded()
 
-    def start(self, pool: Pool, request: SequenceRequest) -> Job:
-        """Let the slot work on a sequence.
+    def start(self, pool: Pool, *works: Work) -> Job:
+        """Let the slot work on a sequence, or on several as a batch.
 
         Arguments:
             pool: what ``ready`` returned.
-            request: the sequence; the lease takes one at a time.
+            works: the sequences; the lease takes one job at a time.
         """
         if self._released or self._at_work:
             raise RuntimeError(f"{self!r} cannot start a job")
         slot = pool.slots[self.slot]
-        self._job = Job(request, slot.session.interrupt)
+        self._job = Job(works, slot.interrupt)
         self._at_work = True
         slot.submit(self._job, self._on_idle)
         return self._job

@@ -17,7 +17,7 @@ from trioserve.errors import (
     TrioserveError,
 )
 from trioserve.runtime.cores import Cores
-from trioserve.runtime.pool import Pool, memory_needed, serve_pool
+from trioserve.runtime.pool import Plan, Pool, memory_needed, serve_pool
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.lifecycle import MODEL, ModelEvent, ModelState, advance
 
@@ -25,6 +25,9 @@ logger = logging.getLogger("trioserve.model")
 
 LoadProgress = Callable[[str, float], None]
 """Told a model's id and how much of it is loaded, from 0 to 1, in the loading thread."""
+
+HasRoom = Callable[[int], bool]
+"""Tells whether so many bytes fit into the memory beside all that is loaded."""
 
 MakeRoom = Callable[[int], Awaitable[None]]
 """Awaited before a load with the bytes that it is estimated to take; raises where there is no room."""
@@ -80,6 +83,7 @@ class Loader:
         engine: asked about files.
         cache: where weights come from.
         cores: shared by all models of the process.
+        has_room: asked before a batch takes memory of its own.
         progress: told of loads.
         on_settled: called at the end of each load, whatever came of it.
     """
@@ -89,6 +93,7 @@ class Loader:
         engine: Engine,
         cache: WeightsCache,
         cores: Cores,
+        has_room: HasRoom,
         progress: LoadProgress | None,
         on_settled: Callable[[], None],
     ) -> None:
@@ -99,6 +104,7 @@ class Loader:
         self._engine = engine
         self._cache = cache
         self._cores = cores
+        self._has_room = has_room
         self._progress = progress
         self._on_settled = on_settled
         self._attempt: LoadAttempt | None = None
@@ -195,17 +201,17 @@ class Loader:
             self.nbytes = needed
             await make_room(needed)
         self._retire, self._gone = trio.Event(), trio.Event()
-        pool: Pool = await nursery.start(self._serve, config)
+        pool: Pool = await nursery.start(self._serve, Plan(config, file, self._cache, self._cores, self._has_room))
         return pool
 
-    async def _serve(self, config: ModelConfig, *, task_status: trio.TaskStatus[Pool]) -> None:
+    async def _serve(self, plan: Plan, *, task_status: trio.TaskStatus[Pool]) -> None:
         def note(fraction: float) -> bool:
             """Called in the loading thread."""
             if self._progress is not None:
-                self._progress(config.id, fraction)
+                self._progress(plan.config.id, fraction)
             return not self._given_up
 
         try:
-            await serve_pool(config, self._cache, self._cores, self._retire, note, task_status=task_status)
+            await serve_pool(plan, self._retire, note, task_status=task_status)
         finally:
             self._gone.set()

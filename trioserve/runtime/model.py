@@ -101,7 +101,8 @@ class Model:
         self.config = config
         self.created = int(time.time())
         self._house = house
-        self._loader = Loader(house.engine, house.cache, house.cores, house.progress, self._note_settled)
+        has_room = house.residency.has_room_for
+        self._loader = Loader(house.engine, house.cache, house.cores, has_room, house.progress, self._note_settled)
         self._gate = Gate(Admission(config.slots, self._max_queued(config)), self._note_use)
         self._nursery: trio.Nursery | None = None
         self._running = trio.Event()

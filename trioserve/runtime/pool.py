@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -12,6 +12,7 @@ import trio
 from trioserve.config import ModelConfig
 from trioserve.engine.base import LoadFailure, LoadOptions, ModelFile, Progress, Session, SessionOptions, Weights
 from trioserve.errors import InvalidModelError, ModelLoadError
+from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.slot import Slot
 from trioserve.runtime.weights_cache import WeightsCache
@@ -103,13 +104,13 @@ def memory_needed(config: ModelConfig, file: ModelFile, cache: WeightsCache, slo
 @contextlib.asynccontextmanager
 async def open_sessions(
     config: ModelConfig, cache: WeightsCache, progress: Progress | None
-) -> AsyncIterator[tuple[Weights, Sequence[Session], int]]:
+) -> AsyncIterator[tuple[Weights, Sequence[Session], SessionOptions]]:
     """Load weights and make one session per slot; undo all of it in reverse order.
 
     Clones go before the primary and the primary before the weights, also when making one of them failed.
 
     Yields:
-        The weights, the sessions, and the tokens of context of each.
+        The weights, the sessions, and how they were made.
 
     Raises:
         InvalidModelError: the model can't have that many slots.
@@ -124,7 +125,8 @@ async def open_sessions(
         for index in range(config.slots):
             session = await maker.open(options, index)
             sessions.append(session)
-        yield weights, sessions, options.n_ctx
+            check_clone(session, sessions[0], index)
+        yield weights, sessions, options
     finally:
         with trio.CancelScope(shield=True):
             for session in reversed(sessions):
@@ -142,6 +144,16 @@ def check_capacity(config: ModelConfig, weights: Weights) -> None:
         raise InvalidModelError(
             f"slots is {config.slots}, but {weights.name} can have {weights.max_sessions} at most", param="slots"
         )
+
+
+def check_clone(session: Session, primary: Session, index: int) -> None:
+    """See that a session may stand for the primary.
+
+    Raises:
+        ModelLoadError: it differs in family, task or modes.
+    """
+    if session.traits != primary.traits:
+        raise ModelLoadError(f"slot {index} is made as {session.traits}, but slot 0 as {primary.traits}")
 
 
 @contextlib.asynccontextmanager
@@ -190,10 +202,31 @@ class _Maker:
             logger.exception("a session of %s could not be freed", self._weights.name)
 
 
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a pool is made from.
+
+    Attributes:
+        config: of the model.
+        file: what the model's file says about itself.
+        cache: where its weights come from.
+        cores: shared with all other slots of the process.
+        has_room: whether so many bytes fit into the memory beside all that is loaded; any thread.
+    """
+
+    config: ModelConfig
+    file: ModelFile
+    cache: WeightsCache
+    cores: Cores
+    has_room: Callable[[int], bool]
+
+    def has_room_for(self, options: SessionOptions) -> bool:
+        """Whether one more session, made like this, fits into the memory."""
+        return self.has_room(self.file.memory(options, slots=1) - self.file.memory(options, slots=0))
+
+
 async def serve_pool(
-    config: ModelConfig,
-    cache: WeightsCache,
-    cores: Cores,
+    plan: Plan,
     retire: trio.Event,
     progress: Progress | None = None,
     *,
@@ -202,17 +235,19 @@ async def serve_pool(
     """Be a loaded model: load, publish the pool, run its slots until told to retire, then free everything.
 
     Arguments:
-        config: of the model.
-        cache: where its weights come from.
-        cores: shared with all other slots of the process.
+        plan: what to make.
         retire: set when no lease is left and the pool shall go.
         progress: told of the load.
         task_status: started with the pool once it is whole.
     """
-    async with open_sessions(config, cache, progress) as (weights, sessions, n_ctx):
+    config = plan.config
+    async with open_sessions(config, plan.cache, progress) as (weights, sessions, options):
         limiter = trio.CapacityLimiter(config.slots)
-        slots = [Slot(index, session, limiter, cores, config.threads) for index, session in enumerate(sessions)]
-        pool = Pool(config, weights, n_ctx, slots)
+        batches = BatchSessions(weights, options, config.batch_capacity, plan.has_room_for)
+        slots = [
+            Slot(index, session, limiter, plan.cores, config.threads, batches) for index, session in enumerate(sessions)
+        ]
+        pool = Pool(config, weights, options.n_ctx, slots)
         try:
             async with trio.open_nursery() as nursery:
                 for slot in slots:

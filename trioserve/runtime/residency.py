@@ -64,9 +64,12 @@ class Residency:
         self._some_settled = trio.Event()
 
     def has_room_for(self, needed: int) -> bool:
-        """Whether so many bytes fit beside everything that is loaded or loads; not where that can't be told."""
+        """Whether so many bytes fit beside everything that is loaded or loads; not where that can't be told.
+
+        For every thread: what is claimed at one moment, is all that it looks at.
+        """
         free = self._free()
-        return free is not None and free - sum(self._claims.values()) - needed >= self._reserve
+        return free is not None and free - sum(list(self._claims.values())) - needed >= self._reserve
 
     async def make_room(self, newcomer: Tenant, needed: int) -> None:
         """Return when the newcomer may be loaded. Nobody else takes its place or its memory until ``settled``.

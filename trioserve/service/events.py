@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trioserve.engine.base import FinishReason
+from trioserve.errors import TrioserveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +20,51 @@ class Usage:
         """Both together."""
         return self.prompt_tokens + self.completion_tokens
 
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where an answer came from, and where its time went.
+
+    Attributes:
+        slot: number of the slot that gave it.
+        queue_ms: from the request's arrival until its prompt was begun.
+        prefill_ms: from there to the first token.
+        decode_ms: from there to the end.
+    """
+
+    slot: int
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of the answer; never empty."""
+    """More of the answer to one prompt of the request; never empty."""
 
     text: str
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer is complete."""
+    """The answer to one prompt of the request is complete."""
 
     finish_reason: FinishReason
     usage: Usage
+    timings: Timings
+    index: int = 0
 
 
-Part = TextDelta | Done
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One prompt of a batch got no answer, or not all of it; the others go on."""
+
+    error: TrioserveError
+    index: int
+
+
+Part = TextDelta | Done | Failure

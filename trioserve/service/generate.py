@@ -1,16 +1,17 @@
-"""A running generation: the engine's events as text and, at the end, a reason and a count."""
+"""A running generation: the events of one sequence, or of a batch, as text and, at each end, a reason and a count."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
-from trioserve.engine.base import Finished, StepEvent, Token
-from trioserve.errors import EngineError, TrioserveError
+from trioserve.engine.base import StepEvent, Token
+from trioserve.errors import TrioserveError
 from trioserve.runtime.job import Job
 from trioserve.scheduling.lifecycle import RequestEvent
-from trioserve.service.events import Done, Part, TextDelta, Usage
+from trioserve.service.answer import Answer
+from trioserve.service.events import Done, Failure, Part
 from trioserve.service.ledger import Record
 
 
@@ -18,25 +19,46 @@ class Generation:
     """Made by ``Service.start``; gives its parts once, to one reader.
 
     Arguments:
-        job: at work in a slot.
+        job: at work in a slot; None where no prompt could be honoured.
+        answers: one for each sequence of the job.
+        refused: prompts that could not be honoured, told first.
+        all_or_nothing: an answer that fails ends all of them, with its error. Otherwise it is a part among the others.
         record: of the request.
         model: id of the model that answers.
-        prompt_tokens: tokens of the prompt.
     """
 
-    def __init__(self, job: Job, record: Record, model: str, prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        job: Job | None,
+        answers: Sequence[Answer],
+        refused: Sequence[Failure],
+        record: Record,
+        model: str,
+        *,
+        all_or_nothing: bool = True,
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.model = model
-        self.prompt_tokens = prompt_tokens
+        self.prompts = len(answers) + len(refused)
         self._job = job
+        self._answers = answers
+        self._refused: list[Part] = list(refused)
+        self._all_or_nothing = all_or_nothing
+        self._open = len(answers)
+        self._failed = len(refused)
         self._record = record
-        self._done = False
+        self._error: TrioserveError | None = None
 
     @property
     def request_id(self) -> str:
         """Of the request that it answers."""
         return self._record.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(answer.prompt_tokens for answer in self._answers)
 
     async def next_parts(self) -> list[Part]:
         """Return what has arrived since the last call, waiting for at least one part. Empty once the end was returned.
@@ -45,15 +67,13 @@ class Generation:
             EngineError: inference failed.
             ShuttingDownError: the drain ended before the answer did.
         """
-        parts: list[Part] = []
-        while not parts and not self._done:
+        parts, self._refused = self._refused, []
+        while not parts and self._open:
             try:
-                events = await self._job.next_events()
+                parts = await self._next()
             except TrioserveError as error:
                 self._record.fail(error)
                 raise
-            for event in events:
-                parts.extend(self._parts(event))
         return parts
 
     async def __aiter__(self) -> AsyncIterator[Part]:
@@ -61,29 +81,47 @@ class Generation:
             for part in parts:
                 yield part
 
-    def _parts(self, event: StepEvent) -> list[Part]:
+    async def _next(self) -> list[Part]:
+        assert self._job is not None, "open answers have a job"
+        events = await self._job.next_events() if self._error is None else ()
+        parts = [part for event in events for part in self._take(event)]
+        if not parts:
+            self._check()
+        return parts
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _take(self, event: StepEvent) -> list[Part]:
         if isinstance(event, Token):
             self._note_token()
-            return [TextDelta(event.text)] if event.text else []
-        if not isinstance(event, Finished):
-            raise EngineError(f"unexpected event {event!r}")
-        self._done = True
-        usage = Usage(self.prompt_tokens, self._record.completion_tokens)
-        self._finish(event)
-        rest: list[Part] = [TextDelta(event.text)] if event.text else []
-        return [*rest, Done(event.reason, usage)]
+        parts = self._answers[event.sequence].take(event)
+        if parts and isinstance(ending := parts[-1], (Done, Failure)):
+            if isinstance(ending, Failure) and self._all_or_nothing:
+                self._error = ending.error
+                return []
+            self._note_ending(ending)
+        return parts
 
     def _note_token(self) -> None:
         if self._record.completion_tokens == 0:
             self._record.advance(RequestEvent.FIRST_TOKEN)
         self._record.completion_tokens += 1
 
-    def _finish(self, event: Finished) -> None:
-        job, fields = self._job, self._record.fields
-        now = time.perf_counter()
-        started = job.started_at or now
-        first = job.first_token_at or now
-        fields["finish_reason"] = event.reason.value
-        fields["prefill_ms"] = round(1000 * (first - started), 1)
-        fields["decode_ms"] = round(1000 * (now - first), 1)
-        self._record.advance(RequestEvent.FINISHED)
+    def _note_ending(self, ending: Done | Failure) -> None:
+        self._open -= 1
+        self._failed += isinstance(ending, Failure)
+        fields = self._record.fields
+        if self.prompts > 1:
+            fields["prompts"], fields["failed_prompts"] = self.prompts, self._failed
+        elif isinstance(ending, Done):
+            timings = ending.timings
+            fields["finish_reason"] = ending.finish_reason.value
+            fields["prefill_ms"], fields["decode_ms"] = timings.prefill_ms, timings.decode_ms
+        if self._open:
+            return
+        if isinstance(ending, Failure) and self._failed == self.prompts:
+            self._record.fail(ending.error)
+        else:
+            self._record.advance(RequestEvent.FINISHED)

@@ -53,10 +53,15 @@ class Record:
         self.completion_tokens = 0
         self.scope = trio.CancelScope()
         self._on_close = on_close
-        self._entered = time.perf_counter()
+        self.entered = time.perf_counter()
         self._cut: Callable[[TrioserveError], None] | None = None
         self._abandon: Callable[[], None] | None = None
         self._closed = False
+
+    @property
+    def age_ms(self) -> float:
+        """Milliseconds since the request's entry."""
+        return round(1000 * (time.perf_counter() - self.entered), 1)
 
     def advance(self, event: RequestEvent) -> None:
         """Move to the next phase."""
@@ -108,12 +113,11 @@ class Record:
         self._on_close(self)
 
     def _log(self) -> None:
-        total = round(1000 * (time.perf_counter() - self._entered), 1)
         known = {"slot": self.slot, "prompt_tokens": self.prompt_tokens}
         counts = {name: value for name, value in known.items() if value is not None}
         if self.prompt_tokens is not None:
             counts["completion_tokens"] = self.completion_tokens
-        fields = {"request_id": self.request_id, "model": self.model, **counts, **self.fields, "total_ms": total}
+        fields = {"request_id": self.request_id, "model": self.model, **counts, **self.fields, "total_ms": self.age_ms}
         logger.info("request %s", self.phase.value, extra={"fields": fields})
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
 
 from trioserve.chat import ChatTemplate, default_template, normalise_messages, render_prompt
 from trioserve.engine.base import SequenceRequest, Weights
-from trioserve.errors import ContextLengthError, InvalidRequestError
+from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError
 from trioserve.runtime.pool import Pool
-from trioserve.service.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+from trioserve.service.events import Failure
+from trioserve.service.requests import BatchRequest, ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 
 _INLINE_CHARACTERS = 4096  # shorter prompts are prepared faster than a thread is woken
 _PREPARATIONS = 4
@@ -21,15 +23,17 @@ _TOKENISED_CHARACTERS = 256 * 1024  # a longer text is only tokenised where it c
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request as the engine takes it, and the pool whose tokenizer and limits it was made with."""
+    """A request as the engine takes it.
+
+    Attributes:
+        pool: whose tokenizer and limits it was made with.
+        sequences: those that can be honoured, with their prompts' places in the request.
+        refused: the others.
+    """
 
     pool: Pool
-    sequence: SequenceRequest
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.sequence.prompt)
+    sequences: Mapping[int, SequenceRequest]
+    refused: Sequence[Failure]
 
 
 class Preparer:
@@ -39,38 +43,66 @@ class Preparer:
         self._limiter = trio.CapacityLimiter(_PREPARATIONS)
         self._compiled_for: weakref.WeakSet[Pool] = weakref.WeakSet()
 
-    async def prepare(self, pool: Pool, request: GenerationRequest) -> Prepared:
-        """Render, tokenise and check a prompt.
+    async def prepare(self, pool: Pool, request: BatchRequest) -> Prepared:
+        """Render, tokenise and check the prompts of a request.
 
         Raises:
-            ContextLengthError: it does not fit.
-            ChatTemplateError: the model's template refused it.
-            InvalidRequestError: it is empty or has impossible tokens.
+            InvalidRequestError: one can't be honoured, and the request is for all or nothing.
         """
-        is_chat = isinstance(request.prompt, ChatPrompt)
+        has_chat = any(
+            isinstance(item, GenerationRequest) and isinstance(item.prompt, ChatPrompt) for item in request.items
+        )
         # Compiling a large template takes too long for the event loop.
-        if _is_short(request) and (not is_chat or pool in self._compiled_for):
-            return prepare(pool, request)
+        if _is_short(request) and (not has_chat or pool in self._compiled_for):
+            return _prepare_all(pool, request)
         with pool.reading():
-            prepared = await trio.to_thread.run_sync(prepare, pool, request, limiter=self._limiter)
-        if is_chat:
+            prepared = await trio.to_thread.run_sync(_prepare_all, pool, request, limiter=self._limiter)
+        if has_chat:
             self._compiled_for.add(pool)
         return prepared
 
 
-def prepare(pool: Pool, request: GenerationRequest) -> Prepared:
-    """Render, tokenise and check a prompt; see ``Preparer.prepare``. Reads the pool's weights only."""
+def _prepare_all(pool: Pool, request: BatchRequest) -> Prepared:
+    """See ``Preparer.prepare``."""
+    sequences: dict[int, SequenceRequest] = {}
+    refused: list[Failure] = []
+    for index, item in enumerate(request.items):
+        try:
+            if isinstance(item, TrioserveError):
+                raise item
+            sequences[index] = prepare(pool, item)
+        except TrioserveError as error:
+            if request.all_or_nothing:
+                raise _placed(error, index, len(request.items)) from None
+            refused.append(Failure(error, index))
+    return Prepared(pool, sequences, refused)
+
+
+def _placed(error: TrioserveError, index: int, items: int) -> TrioserveError:
+    """Say which of several prompts an error is about."""
+    if items == 1:
+        return error
+    return type(error)(f"{error.param or 'prompt'}[{index}]: {error.message}", param=error.param)
+
+
+def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
+    """Render, tokenise and check a prompt. Reads the pool's weights only.
+
+    Raises:
+        ContextLengthError: it does not fit.
+        ChatTemplateError: the model's template refused it.
+        InvalidRequestError: it is empty or has impossible tokens.
+    """
     _check_length(_least_tokens(pool, request), pool, request, at_least=True)
     prompt = _tokens(pool, request)
     _check_length(len(prompt), pool, request)
-    sequence = SequenceRequest(
+    return SequenceRequest(
         prompt=prompt,
         max_tokens=request.max_tokens or pool.n_ctx,
         sampling=request.sampling,
         stops=request.stops,
         ignore_eos=request.ignore_eos,
     )
-    return Prepared(pool, sequence)
 
 
 def _least_tokens(pool: Pool, request: GenerationRequest) -> int:
@@ -145,10 +177,17 @@ def _field(request: GenerationRequest) -> str:
     return "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
 
 
-def _is_short(request: GenerationRequest) -> bool:
-    prompt = request.prompt
+def _is_short(request: BatchRequest) -> bool:
+    return sum(_size(item) for item in request.items) < _INLINE_CHARACTERS
+
+
+def _size(item: GenerationRequest | TrioserveError) -> int:
+    """How much work a prompt is, roughly, in characters."""
+    if isinstance(item, TrioserveError):
+        return 0
+    prompt = item.prompt
     if isinstance(prompt, TokenPrompt):
-        return len(prompt.tokens) < _INLINE_CHARACTERS
+        return len(prompt.tokens)
     if isinstance(prompt, ChatPrompt):
-        return sum(len(str(message.get("content"))) + 32 for message in prompt.messages) < _INLINE_CHARACTERS
-    return len(prompt.text) < _INLINE_CHARACTERS
+        return sum(len(str(message.get("content"))) + 32 for message in prompt.messages)
+    return len(prompt.text)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trioserve.engine.sampling import Sampling
+from trioserve.errors import TrioserveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,6 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
-def describe(prompt: Prompt) -> str:
-    """A prompt for the log, where the operator wants prompts there."""
-    if isinstance(prompt, TextPrompt):
-        return prompt.text
-    return str(list(prompt.messages if isinstance(prompt, ChatPrompt) else prompt.tokens))
-
-
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One answer to one prompt.
@@ -62,3 +56,44 @@ class GenerationRequest:
     ignore_eos: bool = False
     busy_timeout_ms: int | None = None
     request_id: str = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """Answers to several prompts, decoded together in one slot.
+
+    Attributes:
+        items: what is asked for, or why that can't be honoured. Their own ``model``, ``busy_timeout_ms`` and
+            ``request_id`` are without effect.
+        all_or_nothing: one that can't be honoured refuses the whole batch, one that fails ends it.
+        model, busy_timeout_ms, request_id: as in ``GenerationRequest``.
+    """
+
+    items: Sequence[GenerationRequest | TrioserveError]
+    all_or_nothing: bool = False
+    model: str | None = None
+    busy_timeout_ms: int | None = None
+    request_id: str = "-"
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> BatchRequest:
+        """A request for one answer."""
+        return cls(
+            (request,),
+            all_or_nothing=True,
+            model=request.model,
+            busy_timeout_ms=request.busy_timeout_ms,
+            request_id=request.request_id,
+        )
+
+
+def describe(request: BatchRequest) -> str:
+    """A request's prompts for the log, where the operator wants prompts there."""
+    prompts = [_text(item.prompt) for item in request.items if isinstance(item, GenerationRequest)]
+    return prompts[0] if len(prompts) == 1 else str(prompts)
+
+
+def _text(prompt: Prompt) -> str:
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    return str(list(prompt.messages if isinstance(prompt, ChatPrompt) else prompt.tokens))

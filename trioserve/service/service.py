@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 
@@ -23,11 +22,12 @@ from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.admission import effective_wait
 from trioserve.scheduling.lifecycle import PROCESS, ProcessEvent, ProcessPhase, RequestEvent, advance
 from trioserve.scheduling.statistics import DrainReport
+from trioserve.service.answer import Answer
 from trioserve.service.generate import Generation
 from trioserve.service.ledger import Ledger, Record, Tally
 from trioserve.service.manage import Management
 from trioserve.service.prepare import Prepared, Preparer
-from trioserve.service.requests import GenerationRequest, describe
+from trioserve.service.requests import BatchRequest, GenerationRequest, describe
 from trioserve.service.status import SlotStatus, slot_statuses
 
 logger = logging.getLogger("trioserve.service")
@@ -94,7 +94,7 @@ class Service:
             self._ledger.turn_away()
             raise ShuttingDownError("the server is shutting down and takes no new requests")
 
-    async def start(self, request: GenerationRequest, resources: ExitStack) -> Generation:
+    async def start(self, request: GenerationRequest | BatchRequest, resources: ExitStack) -> Generation:
         """Admit a request and let a slot begin to answer it.
 
         Arguments:
@@ -111,6 +111,8 @@ class Service:
         """
         self.check_accepting()
         model = self.registry.find(request.model)
+        if isinstance(request, GenerationRequest):
+            request = BatchRequest.of(request)
         prepared = await self._prepare_early(model, request)
         self.check_accepting()  # once more: a drain that has begun meanwhile does not know of this request
         record = self._ledger.open(request.request_id, model.id)
@@ -126,7 +128,7 @@ class Service:
             raise
 
     @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Generation]:
+    async def generate(self, request: GenerationRequest | BatchRequest) -> AsyncIterator[Generation]:
         """Admit a request and hold its slot for the length of the block; see ``start`` for the errors."""
         with ExitStack() as resources:
             yield await self.start(request, resources)
@@ -206,19 +208,20 @@ class Service:
         if self._phase is ProcessPhase.DRAINING:
             self._phase = advance(PROCESS, self._phase, ProcessEvent.DRAINED)
 
-    async def _prepare_early(self, model: Model, request: GenerationRequest) -> Prepared | None:
-        """Check a prompt before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""
+    async def _prepare_early(self, model: Model, request: BatchRequest) -> Prepared | None:
+        """Check prompts before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""
         return None if model.pool is None else await self._preparer.prepare(model.pool, request)
 
     async def _run(
         self,
         model: Model,
-        request: GenerationRequest,
+        request: BatchRequest,
         prepared: Prepared | None,
         record: Record,
         resources: ExitStack,
     ) -> Generation:
-        entered = time.perf_counter()
+        if prepared is not None and not prepared.sequences:
+            return self._refuse_all(model, request, prepared, record)
         config = model.config
         lease = await model.admit(
             effective_wait(self.config.busy_timeout_ms, config.busy_timeout_ms, request.busy_timeout_ms)
@@ -228,19 +231,30 @@ class Service:
         await trio.lowlevel.checkpoint_if_cancelled()
         record.advance(RequestEvent.ADMITTED)
         record.slot = lease.slot
-        record.fields["queue_ms"] = round(1000 * (time.perf_counter() - entered), 1)
+        record.fields["queue_ms"] = record.age_ms
         pool = await lease.ready()
         if prepared is None or prepared.pool is not pool:
             # What was queued sees the configuration that it is admitted to.
             prepared = await self._preparer.prepare(pool, request)
         await trio.lowlevel.checkpoint_if_cancelled()  # the same, for the preparation; from here on its job is told
-        job = lease.start(pool, prepared.sequence)
+        if not prepared.sequences:
+            return self._refuse_all(model, request, prepared, record)
+        job = lease.start(pool, *prepared.sequences.values())
         record.advance(RequestEvent.STARTED)
         record.on_cut(lease.fail)
-        record.prompt_tokens = prepared.prompt_tokens
+        answers = [
+            Answer(index, len(sequence.prompt), times, lease.slot, record.entered)
+            for (index, sequence), times in zip(prepared.sequences.items(), job.times, strict=True)
+        ]
+        record.prompt_tokens = sum(answer.prompt_tokens for answer in answers)
         if self.config.log_prompts:
-            record.fields["prompt"] = describe(request.prompt)
-        return Generation(job, record, model.id, prepared.prompt_tokens)
+            record.fields["prompt"] = describe(request)
+        return Generation(job, answers, prepared.refused, record, model.id, all_or_nothing=request.all_or_nothing)
+
+    def _refuse_all(self, model: Model, request: BatchRequest, prepared: Prepared, record: Record) -> Generation:
+        """A batch of which nothing can be honoured: each item gets its error, and no slot works."""
+        record.fail(prepared.refused[0].error)
+        return Generation(None, (), prepared.refused, record, model.id, all_or_nothing=request.all_or_nothing)
 
     async def _wait_for_requests(self, seconds: float) -> None:
         """Return when no request is under way, the time is over, or somebody is in a hurry."""

@@ -14,11 +14,14 @@ from trioserve.engine.base import (
     FinishReason,
     LoadFailure,
     LoadOptions,
+    Mode,
     Progress,
     SequenceRequest,
     SessionOptions,
     StepEvent,
     Token,
+    Traits,
+    Work,
 )
 from trioserve.engine.text import TextAssembler
 from trioserve.testing.gate import ThreadGate
@@ -42,7 +45,8 @@ class FakeEngine:
         step_gate: passed by every step of every session.
         close_gate: passed by every closing of a session.
         failing_loads: how many of the next loads fail.
-        failing_session: index of the session whose making fails, once, or None.
+        failing_session: index of the session whose making fails, or None.
+        failing_sessions: how many times that one fails.
         failing_step: number of the step, of any sequence, that fails, or None.
         raising_step: number of the step, of any sequence, that raises, or None.
         refused: name of a file that is refused when it is inspected, or None.
@@ -56,6 +60,7 @@ class FakeEngine:
         self.close_gate = ThreadGate()
         self.failing_loads = 0
         self.failing_session: int | None = None
+        self.failing_sessions = 1
         self.failing_step: int | None = None
         self.raising_step: int | None = None
         self.refused: str | None = None
@@ -117,7 +122,9 @@ class FakeWeights:
         """Make a session."""
         self.engine.session_gate.wait()
         if self.engine.failing_session == len(self.sessions):
-            self.engine.failing_session = None
+            self.engine.failing_sessions -= 1
+            if not self.engine.failing_sessions:
+                self.engine.failing_session, self.engine.failing_sessions = None, 1
             raise LoadFailure("the fake was told to fail")
         session = FakeSession(self.engine, f"{self.name}[{len(self.sessions)}]", options)
         self.sessions.append(session)
@@ -141,7 +148,9 @@ class FakeSession:
     """Gives one letter for each step."""
 
     def __init__(self, engine: FakeEngine, name: str, options: SessionOptions) -> None:
+        self.traits = Traits("fake", options.task, frozenset(Mode))
         self.n_ctx = options.n_ctx
+        self.max_sequences = options.max_sequences
         self.name = name
         self.threads: list[int] = []
         self.resets = 0
@@ -150,11 +159,13 @@ class FakeSession:
         self._interrupted = False
         self._steps = 0
 
-    def add(self, request: SequenceRequest) -> int:
+    def add(self, work: Work) -> int:
         """Take a sequence in."""
-        room = min(request.max_tokens, self.n_ctx - len(request.prompt))
+        if not isinstance(work, SequenceRequest):
+            raise ValueError(f"a session that generates takes no {type(work).__name__}")
+        room = min(work.max_tokens, self.n_ctx - len(work.prompt))
         number = next(number for number in itertools.count() if number not in self._live)
-        self._live[number] = _Live(request, room)
+        self._live[number] = _Live(work, room)
         return number
 
     def step(self, threads: int) -> Sequence[StepEvent]:

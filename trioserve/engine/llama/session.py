@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trioserve.engine.base import SequenceRequest, SessionOptions, StepEvent
+from trioserve.engine.base import Mode, SequenceRequest, SessionOptions, StepEvent, Task, Traits, Work
 from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.core import DecodeCore
 from trioserve.engine.llama.vocabulary import Vocabulary
+
+_MODES = frozenset({Mode.OFFLINE, Mode.STREAMING, Mode.BATCH})
 
 CPU_CHUNK = 128
 """Tokens of a prompt that one step evaluates on a CPU. A step that has begun keeps its threads, so short steps follow
@@ -21,12 +23,17 @@ class LlamaSession:
     Arguments:
         model: a ``llama_model`` pointer that outlives the session.
         vocabulary: of that model.
+        family: of that model.
         options: sizes and types.
         offloaded: whether layers run on another device than the CPU.
     """
 
-    def __init__(self, model: Any, vocabulary: Vocabulary, options: SessionOptions, *, offloaded: bool) -> None:
+    def __init__(
+        self, model: Any, vocabulary: Vocabulary, family: str, options: SessionOptions, *, offloaded: bool
+    ) -> None:
+        self.traits = Traits(family, Task.GENERATE, _MODES)
         self.n_ctx = options.n_ctx
+        self.max_sequences = options.max_sequences
         self._context = Context(model, vocabulary.size, options, offloaded=offloaded)
         self._core = DecodeCore(
             self._context,
@@ -37,9 +44,11 @@ class LlamaSession:
             max_sequences=options.max_sequences,
         )
 
-    def add(self, request: SequenceRequest) -> int:
+    def add(self, work: Work) -> int:
         """Take a sequence in and return its number."""
-        return self._core.add(request)
+        if not isinstance(work, SequenceRequest):
+            raise ValueError(f"a session that generates takes no {type(work).__name__}")
+        return self._core.add(work)
 
     def step(self, threads: int) -> Sequence[StepEvent]:
         """Evaluate one batch."""

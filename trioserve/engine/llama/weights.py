@@ -38,6 +38,7 @@ class LlamaWeights:
         self._model = model
         self._offloaded = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
         self._vocabulary = Vocabulary(model)
+        self._family = _metadata(model, "general.architecture")
         self.vocab_size = self._vocabulary.size
         self.name = _description(model)
         self.n_ctx_train: int = llama_cpp.llama_model_n_ctx_train(model)
@@ -59,7 +60,7 @@ class LlamaWeights:
 
     def open_session(self, options: SessionOptions) -> LlamaSession:
         """Make a session over these weights."""
-        return LlamaSession(self._model, self._vocabulary, options, offloaded=self._offloaded)
+        return LlamaSession(self._model, self._vocabulary, self._family, options, offloaded=self._offloaded)
 
     def close(self) -> None:
         """Free the model. Idempotent."""
@@ -120,6 +121,12 @@ def _description(model: Any) -> str:
     buffer = ctypes.create_string_buffer(_TEXT_BYTES)
     llama_cpp.llama_model_desc(model, buffer, _TEXT_BYTES)
     return buffer.value.decode("utf-8", "replace")
+
+
+def _metadata(model: Any, key: str) -> str:
+    buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+    length = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, _TEXT_BYTES)
+    return "" if length < 0 else buffer.value.decode("utf-8", "replace")
 
 
 def _chat_template(model: Any) -> str | None:

@@ -21,4 +21,6 @@ def register(app: QuartTrio, service: Service) -> None:
         body = await read_as(request, ChatCompletionRequest.parse)
         exchange = Exchange.of(request.scope)
         prompt = ChatPrompt([message.model_dump(exclude_unset=True) for message in body.messages])
-        return await answer(service, generation_request(body, prompt, body.limit, exchange), body, ChatShape, exchange)
+        return await answer(
+            service, generation_request(body, prompt, body.limit, exchange.request_id), body, ChatShape, exchange
+        )

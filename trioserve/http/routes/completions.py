@@ -10,7 +10,7 @@ from trioserve.http.completion import answer, generation_request
 from trioserve.http.exchange import Exchange
 from trioserve.http.render import CompletionShape
 from trioserve.http.schemas.completions import CompletionRequest
-from trioserve.service import Service
+from trioserve.service import BatchRequest, Service
 
 
 def register(app: QuartTrio, service: Service) -> None:
@@ -20,5 +20,12 @@ def register(app: QuartTrio, service: Service) -> None:
     async def completions() -> Response:
         body = await read_as(request, CompletionRequest.parse)
         exchange = Exchange.of(request.scope)
-        wanted = generation_request(body, body.prompt, body.max_tokens, exchange)
+        items = [generation_request(body, prompt, body.max_tokens, exchange.request_id) for prompt in body.prompt]
+        wanted = BatchRequest(
+            items,
+            all_or_nothing=True,
+            model=body.model,
+            busy_timeout_ms=body.busy_timeout_ms,
+            request_id=exchange.request_id,
+        )
         return await answer(service, wanted, body, CompletionShape, exchange)

@@ -1,0 +1,68 @@
+"""Tasks: chat and text completions with native metadata, one by one or as a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quart import Response, request
+from quart_trio import QuartTrio
+
+from trioserve.errors import InvalidRequestError
+from trioserve.http import render, tasks
+from trioserve.http.body import read_as
+from trioserve.http.completion import collect, generation_request, stream_response
+from trioserve.http.exchange import Exchange
+from trioserve.http.schemas.chat import ChatCompletionRequest
+from trioserve.http.schemas.tasks import BatchTaskRequest, TaskBody, parse_item, parse_task
+from trioserve.service import BatchRequest, ChatPrompt, GenerationRequest, Service
+
+
+def register(app: QuartTrio, service: Service) -> None:
+    """Add the routes."""
+
+    @app.post("/v1/tasks/run")
+    async def run() -> Response:
+        body, exchange = await read_as(request, parse_task), Exchange.of(request.scope)
+        generation = await service.start(_wanted(body, exchange.request_id), exchange.resources)
+        ((text, done),) = (await collect(generation)).values()
+        return render.response({**tasks.envelope(generation), "object": "task", **tasks.result(text, done)})
+
+    @app.post("/v1/tasks/stream")
+    async def stream() -> Response:
+        body, exchange = await read_as(request, parse_task), Exchange.of(request.scope)
+        generation = await service.start(_wanted(body, exchange.request_id), exchange.resources)
+        return stream_response(service.config, tasks.TaskStream(generation), ending=b"")
+
+    @app.post("/v1/tasks/batch")
+    async def batch() -> Response:
+        exchange = Exchange.of(request.scope)
+
+        def parse(body: Mapping[str, object]) -> BatchRequest:
+            return _batch(BatchTaskRequest.parse(body), exchange.request_id)
+
+        generation = await service.start(await read_as(request, parse), exchange.resources)
+        return stream_response(service.config, tasks.BatchStream(generation), ending=b"")
+
+
+def _wanted(body: TaskBody, request_id: str) -> GenerationRequest:
+    if isinstance(body, ChatCompletionRequest):
+        prompt = ChatPrompt([message.model_dump(exclude_unset=True) for message in body.messages])
+        return generation_request(body, prompt, body.limit, request_id)
+    return generation_request(body, body.prompt[0], body.max_tokens, request_id)
+
+
+def _batch(body: BatchTaskRequest, request_id: str) -> BatchRequest:
+    model = body.shared_model
+
+    def item(given: object) -> GenerationRequest | InvalidRequestError:
+        try:
+            return _wanted(parse_item(given, model), request_id)
+        except InvalidRequestError as error:
+            return error
+
+    return BatchRequest(
+        [item(given) for given in body.requests],
+        model=model,
+        busy_timeout_ms=body.busy_timeout_ms,
+        request_id=request_id,
+    )

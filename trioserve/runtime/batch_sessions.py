@@ -1,0 +1,60 @@
+"""Sessions for batches: made when one comes, as large as it needs, and freed after it.
+
+A context with room for many sequences takes that many KV caches. Kept for good in every slot they would cost several
+times the memory of all other requests together, mostly unused; made for one batch they cost it a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from trioserve.engine.base import LoadFailure, SequenceRequest, Session, SessionOptions, Weights, Work
+
+logger = logging.getLogger("trioserve.slot")
+
+HasRoom = Callable[[SessionOptions], bool]
+"""Tells whether a session so made fits into the memory that is free. Called in worker threads."""
+
+
+class BatchSessions:
+    """Opens the sessions that a pool's slots decode batches in.
+
+    Arguments:
+        weights: of the pool.
+        options: of its slots' own sessions.
+        capacity: sequences that a batch decodes together at most.
+        has_room: asked before one is made.
+    """
+
+    def __init__(self, weights: Weights, options: SessionOptions, capacity: int, has_room: HasRoom) -> None:
+        self._weights = weights
+        self._options = options
+        self._capacity = capacity
+        self._has_room = has_room
+
+    def open(self, works: Sequence[Work]) -> Session | None:
+        """Make a session for a batch, in a worker thread. Whoever gets it closes it.
+
+        Where the memory doesn't suffice it is made for half as many sequences, and so on.
+
+        Returns:
+            The session; None where the slot's own one has to do.
+        """
+        n_ctx = min(self._options.n_ctx, max(map(_tokens, works)))
+        sequences = min(self._capacity, len(works))
+        while sequences > 1:
+            options = replace(self._options, n_ctx=n_ctx, max_sequences=sequences)
+            if self._has_room(options):
+                try:
+                    return self._weights.open_session(options)
+                except LoadFailure as error:
+                    logger.warning("no session for %d sequences of %d tokens: %s", sequences, n_ctx, error)
+            sequences //= 2
+        return None
+
+
+def _tokens(work: Work) -> int:
+    """How much context a sequence may fill."""
+    return len(work.prompt) + (work.max_tokens if isinstance(work, SequenceRequest) else 0)
