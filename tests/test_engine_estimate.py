@@ -3,13 +3,14 @@
 import logging
 import re
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from tiny_models import smollm2, tiny_model
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import LoadOptions, SessionOptions
-from trioserve.engine.estimate import estimate
+from trioserve.engine.base import Footprint, LoadOptions, SessionOptions
+from trioserve.engine.estimate import InspectedFile, device_share, estimate
 from trioserve.engine.gguf import Header, Tensor, read_header
 from trioserve.engine.llama import LlamaEngine
 from trioserve.runtime.pool import session_options
@@ -95,7 +96,7 @@ def test_an_inspected_file_knows_its_memory(header):
     config = ModelConfig(path=smollm2(), slots=2)
     options = session_options(config, file.n_ctx_train)
     assert (file.architecture, file.n_ctx_train, options.n_ctx) == ("llama", 8192, 4096)
-    assert file.memory(options, 2) == estimate(header, options, 2).total
+    assert file.memory(options, 2) == Footprint(host=estimate(header, options, 2).total)
 
 
 def test_a_tiny_model(allocated):
@@ -124,3 +125,51 @@ def test_a_tiny_model(allocated):
 def test_a_header_that_says_little_or_nonsense_has_an_estimate(metadata):
     header = Header({"general.architecture": "llama", **metadata}, (Tensor("t", (32,), 0, 0),), 1000)
     assert estimate(header, SessionOptions(), 16).total >= 128
+
+
+# -- layers on a GPU
+
+
+MODEL = Header(
+    {"general.architecture": "llama", "llama.block_count": 4, "llama.embedding_length": 64},
+    tuple(
+        Tensor(name, (size,), 24, 0)
+        for name, size in {
+            "token_embd.weight": 1000,
+            **{f"blk.{layer}.ffn_up.weight": 100 for layer in range(4)},
+            "output_norm.weight": 1,
+            "output.weight": 500,
+        }.items()
+    ),
+    2000,
+)
+TIED = replace(MODEL, tensors=MODEL.tensors[:-1])
+
+
+@pytest.mark.parametrize(
+    ("header", "gpu_layers", "weights", "share"),
+    [
+        (MODEL, 0, 0, 0),
+        (MODEL, 1, 501, 0),
+        (MODEL, 2, 601, 1 / 4),
+        (MODEL, 5, 901, 1),
+        (MODEL, 99, 901, 1),
+        (MODEL, -1, 901, 1),
+        (TIED, -1, 1401, 1),
+        (TIED, 3, 1201, 1 / 2),
+    ],
+)
+def test_the_last_layers_go_to_the_gpu_first(header, gpu_layers, weights, share):
+    assert device_share(header, gpu_layers) == (weights, share)
+
+
+def test_memory_on_the_gpu_and_on_the_host(header):
+    options = SessionOptions(n_ctx=2048)
+    host, gpu = InspectedFile(header), InspectedFile(header, offloads=True)
+    assert host.memory(options, 2, -1) == gpu.memory(options, 2, 0) == host.memory(options, 2)
+    whole, half = gpu.memory(options, 2, -1), gpu.memory(options, 2, 15)
+    flash = estimate(header, replace(options, flash_attention=True), 2)
+    assert whole.device + whole.host >= flash.total
+    assert half.device < whole.device
+    assert half.host > whole.host
+    assert gpu.memory(options, 0, -1).device == device_share(header, -1)[0]

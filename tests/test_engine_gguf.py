@@ -278,7 +278,7 @@ def inspected(path, content):
     except HeaderError:
         return None
     assert file.n_ctx_train >= 0
-    assert file.memory(SessionOptions(), 16) >= 0
+    assert file.memory(SessionOptions(), 16).host >= 0
     return file
 
 

@@ -8,7 +8,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import Finished, SequenceRequest
+from trioserve.engine.base import Finished, Footprint, SequenceRequest
 from trioserve.errors import InsufficientMemoryError, ModelLoadError, ServerBusyError
 from trioserve.runtime.model import Model
 from trioserve.runtime.residency import MIB, Residency
@@ -24,7 +24,7 @@ class Town:
 
     def __init__(self):
         self.models = {}
-        self.free = 1000 * MIB
+        self.free = self.free_device = 1000 * MIB
 
     def __getitem__(self, name):
         return self.models[name]
@@ -51,7 +51,9 @@ def town_for(house_for, make_model_file):
     @contextlib.asynccontextmanager
     async def open_town(*names, max_loaded=0, min_free_mb=0, idle_unload=0, **settings):
         town = Town()
-        residency = Residency(max_loaded, min_free_mb, lambda: town.models.values(), lambda: town.free)
+        residency = Residency(
+            max_loaded, min_free_mb, lambda: town.models.values(), lambda: town.free, lambda: town.free_device
+        )
         house = house_for(residency=residency, idle_unload=idle_unload)
         async with trio.open_nursery() as nursery:
             for name in names:
@@ -283,7 +285,7 @@ async def test_many_clients_switch_between_more_models_than_fit(town_for, engine
 async def test_a_load_that_would_leave_too_little_is_refused_before_it_begins(town_for, engine):
     async with town_for("a", min_free_mb=100) as town:
         town.free = 101 * MIB  # the fake says that it takes about 2 MiB
-        with pytest.raises(InsufficientMemoryError, match=r"a needs about 1 MiB, of 101 MiB.* 100 MiB must stay free"):
+        with pytest.raises(InsufficientMemoryError, match=r"a needs about 1 MiB of memory, of 101 MiB.* 100 MiB must stay free"):
             await town.use("a")
         assert (engine.loads, town["a"].status().state) == (0, UNLOADED)
         town.free = 102 * MIB
@@ -374,7 +376,7 @@ async def test_two_loads_do_not_spend_the_same_memory(town_for, engine, eventual
         engine.load_gate.shut()
         nursery.start_soon(town.use, "a")
         await engine.load_gate.arrived()
-        assert not town["a"]._house.residency.has_room_for(2 * MIB)
+        assert not town["a"]._house.residency.has_room_for(Footprint(2 * MIB))
         refused = []
 
         async def use():
@@ -434,7 +436,7 @@ class Stub:
 async def test_a_victim_that_a_request_takes_first_is_spared_and_another_one_goes():
     taken, other = Stub("taken", last_used=1, refuses=1), Stub("other", last_used=2)
     newcomer = Stub("new", loaded=False)
-    await Residency(2, 0, lambda: [taken, other, newcomer]).make_room(newcomer, 0)
+    await Residency(2, 0, lambda: [taken, other, newcomer]).make_room(newcomer, Footprint())
     assert (taken.asked, other.asked) == (["taken"], ["other"])
     assert (taken.loaded, other.loaded) == (True, False)
 
@@ -442,14 +444,14 @@ async def test_a_victim_that_a_request_takes_first_is_spared_and_another_one_goe
 async def test_a_last_victim_that_a_request_takes_first_leaves_no_room():
     taken, newcomer = Stub("taken", refuses=1), Stub("new", loaded=False)
     with pytest.raises(ServerBusyError, match="1 models are loaded or loading"):
-        await Residency(1, 0, lambda: [taken, newcomer]).make_room(newcomer, 0)
+        await Residency(1, 0, lambda: [taken, newcomer]).make_room(newcomer, Footprint())
     assert taken.loaded
 
 
 @pytest.mark.parametrize(("free", "needed", "fits"), [(100, 99, True), (100, 101, False), (None, 1, False)])
 def test_room_beside_what_is_loaded(free, needed, fits):
     residency = Residency(0, 1, list, lambda: None if free is None else free + MIB)
-    assert residency.has_room_for(needed) is fits
+    assert residency.has_room_for(Footprint(needed)) is fits
 
 
 # -- models that nobody uses
@@ -564,3 +566,55 @@ async def test_a_request_at_the_moment_of_retirement_is_answered(town_for, engin
         assert town["a"].status().queued_requests == 1
         engine.close_gate.open()
     assert engine.loads == 2
+
+
+# -- memory of the GPUs
+
+
+async def test_a_model_on_the_gpu_must_leave_memory_there_as_well(town_for, engine):
+    async with town_for("a", "b", min_free_mb=100, gpu_layers=-1) as town:
+        town.free_device = 103 * MIB
+        await town.use("a")
+        assert town["a"].resident().device_nbytes == 2_000_000
+        assert town["a"].resident().nbytes == 0
+        town.free_device = 1 * MIB
+        with pytest.raises(InsufficientMemoryError, match="GPU memory"):
+            await town.use("b")
+        assert town.loaded() == ["a"]
+
+
+async def test_an_idle_model_goes_for_its_gpu_memory(town_for, engine, monkeypatch):
+    async with town_for("a", "b", min_free_mb=100, gpu_layers=-1) as town:
+        town.free_device = 103 * MIB
+        await town.use("a")
+        town.free_device = 101 * MIB
+        try_unload = town["a"].try_unload
+
+        async def frees():
+            town.free_device += 2 * MIB
+            return await try_unload()
+
+        monkeypatch.setattr(town["a"], "try_unload", frees)
+        await town.use("b")
+        assert town.loaded() == ["b"]
+
+
+async def test_gpu_memory_that_cannot_be_told_refuses_nothing(town_for, engine):
+    async with town_for("a", min_free_mb=100, gpu_layers=-1) as town:
+        town.free_device = None
+        await town.use("a")
+
+
+async def test_a_model_on_the_host_needs_no_gpu_memory(town_for, engine):
+    async with town_for("a", min_free_mb=100) as town:
+        town.free_device = 0
+        await town.use("a")
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "fits"), [(10, 10, True), (9, 10, False), (10, 9, False), (None, 10, None), (10, None, None)]
+)
+@pytest.mark.parametrize("unknown", [False, True])
+def test_room_of_both_kinds(host, device, fits, unknown):
+    residency = Residency(0, 0, list, lambda: host, lambda: device)
+    assert residency.has_room_for(Footprint(10, 10), unknown=unknown) is (unknown if fits is None else fits)

@@ -287,6 +287,29 @@ class Weights(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of memory.
+
+    Attributes:
+        host: of the computer's own.
+        device: of the GPUs' together.
+    """
+
+    host: int = 0
+    device: int = 0
+
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(self.host + other.host, self.device + other.device)
+
+    def __sub__(self, other: Footprint) -> Footprint:
+        return Footprint(self.host - other.host, self.device - other.device)
+
+    def exceeds(self, other: Footprint) -> bool:
+        """Whether it is more of either kind."""
+        return self.host > other.host or self.device > other.device
+
+
 class ModelFile(Protocol):
     """What a file says about itself before it is loaded.
 
@@ -298,13 +321,23 @@ class ModelFile(Protocol):
     architecture: str
     n_ctx_train: int
 
-    def memory(self, options: SessionOptions, slots: int) -> int:
-        """Estimate the bytes that so many sessions take, weights included."""
+    def memory(self, options: SessionOptions, slots: int, gpu_layers: int = 0) -> Footprint:
+        """Estimate what so many sessions take, weights included.
+
+        Arguments:
+            options: of each session.
+            slots: how many sessions.
+            gpu_layers: layers to offload; -1 is all.
+        """
         ...
 
 
 class Engine(Protocol):
     """Where weights come from."""
+
+    def free_device_memory(self) -> int | None:
+        """Bytes that are free on the GPUs together; None where there is none, or that can't be told."""
+        ...
 
     def inspect(self, path: Path) -> ModelFile:
         """Read a file's header; nothing is loaded.

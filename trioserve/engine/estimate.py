@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
-from trioserve.engine.base import SessionOptions
+from trioserve.engine.base import Footprint, SessionOptions
 from trioserve.engine.gguf import Header
 
 _ELEMENT_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
@@ -54,17 +55,60 @@ def estimate(header: Header, options: SessionOptions, slots: int) -> Estimate:
     )
 
 
-class InspectedFile:
-    """``engine.base.ModelFile`` over a GGUF header."""
+def device_share(header: Header, gpu_layers: int) -> tuple[int, float]:
+    """What of a model lies on the GPUs: bytes of weights, and the share of the layers.
 
-    def __init__(self, header: Header) -> None:
+    llama.cpp offloads the last layers first, and the output as one layer more; the input embeddings stay on the host.
+    An output that is tied to them is a copy.
+
+    Arguments:
+        header: of the model's file.
+        gpu_layers: as asked for; -1 is all.
+    """
+    layers = header.number("block_count")
+    offloaded = layers + 1 if gpu_layers < 0 else min(gpu_layers, layers + 1)
+    if not offloaded:
+        return 0, 0.0
+    first = layers + 1 - offloaded
+    sizes = {tensor.name: tensor.nbytes for tensor in header.tensors}
+    weights = sum(size for name, size in sizes.items() if _layer(name, layers) >= first)
+    if "output.weight" not in sizes:
+        weights += sizes.get("token_embd.weight", 0)
+    return weights, (layers - first) / max(layers, 1)
+
+
+class InspectedFile:
+    """``engine.base.ModelFile`` over a GGUF header.
+
+    Arguments:
+        header: of the file.
+        offloads: whether there is a GPU that layers can go to.
+    """
+
+    def __init__(self, header: Header, *, offloads: bool = False) -> None:
         self._header = header
+        self._offloads = offloads
         self.architecture = header.architecture
         self.n_ctx_train = header.number("context_length")
 
-    def memory(self, options: SessionOptions, slots: int) -> int:
-        """Estimate the bytes that so many sessions take, weights included."""
-        return estimate(self._header, options, slots).total
+    def memory(self, options: SessionOptions, slots: int, gpu_layers: int = 0) -> Footprint:
+        """Estimate what so many sessions take; see ``engine.base.ModelFile.memory``."""
+        if not (self._offloads and gpu_layers):
+            return Footprint(host=estimate(self._header, options, slots).total)
+        # With layers on a GPU llama.cpp chooses flash attention by itself, wherever the model allows it.
+        flash = True if options.flash_attention is None else options.flash_attention
+        found = estimate(self._header, replace(options, flash_attention=flash), slots)
+        weights, share = device_share(self._header, gpu_layers)
+        kv_cache = int(found.kv_cache * share)
+        device = weights + kv_cache + found.compute
+        return Footprint(host=max(0, found.weights - weights) + found.kv_cache - kv_cache, device=device)
+
+
+def _layer(tensor: str, layers: int) -> int:
+    """Which layer a tensor belongs to: the output is one after the last, the input embeddings before the first."""
+    if found := re.match(r"blk\.(\d+)\.", tensor):
+        return int(found[1])
+    return layers if tensor.startswith("output") else -1
 
 
 def _kv_elements(header: Header) -> int:

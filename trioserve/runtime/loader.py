@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from trioserve.config import ModelConfig, check_model_file
-from trioserve.engine.base import Engine, LoadFailure, ModelFile
+from trioserve.engine.base import Engine, Footprint, LoadFailure, ModelFile
 from trioserve.errors import (
     InsufficientMemoryError,
     InvalidModelError,
@@ -26,11 +26,11 @@ logger = logging.getLogger("trioserve.model")
 LoadProgress = Callable[[str, float], None]
 """Told a model's id and how much of it is loaded, from 0 to 1, in the loading thread."""
 
-HasRoom = Callable[[int], bool]
-"""Tells whether so many bytes fit into the memory beside all that is loaded."""
+HasRoom = Callable[[Footprint], bool]
+"""Tells whether so much fits into the memory beside all that is loaded."""
 
-MakeRoom = Callable[[int], Awaitable[None]]
-"""Awaited before a load with the bytes that it is estimated to take; raises where there is no room."""
+MakeRoom = Callable[[Footprint], Awaitable[None]]
+"""Awaited before a load with the memory that it is estimated to take; raises where there is no room."""
 
 
 class LoadAttempt:
@@ -100,7 +100,7 @@ class Loader:
         self.state = ModelState.UNLOADED
         self.pool: Pool | None = None
         self.was_ready = False
-        self.nbytes = 0
+        self.footprint = Footprint()
         self._engine = engine
         self._cache = cache
         self._cores = cores
@@ -128,7 +128,7 @@ class Loader:
         Arguments:
             nursery: where the load and then the pool live: the model's, not the caller's.
             config: what to load.
-            make_room: awaited with the estimated bytes before the load.
+            make_room: awaited with the estimated memory before the load.
             event: how the load comes about.
         """
         if self._attempt is None:
@@ -195,10 +195,10 @@ class Loader:
 
     async def _load_with_room(self, nursery: trio.Nursery, config: ModelConfig, make_room: MakeRoom) -> Pool:
         file = await inspect(self._engine, config)
-        self.nbytes = 0
+        self.footprint = Footprint()
         # Once more where the weights that it was to share have gone meanwhile, maybe to make this very room.
-        while (needed := memory_needed(config, file, self._cache, config.slots)) > self.nbytes:
-            self.nbytes = needed
+        while (needed := memory_needed(config, file, self._cache, config.slots)).exceeds(self.footprint):
+            self.footprint = needed
             await make_room(needed)
         self._retire, self._gone = trio.Event(), trio.Event()
         pool: Pool = await nursery.start(self._serve, Plan(config, file, self._cache, self._cores, self._has_room))

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import Engine
+from trioserve.engine.base import Engine, Footprint
 from trioserve.errors import InvalidModelError
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.gate import Gate
@@ -101,7 +102,7 @@ class Model:
         self.config = config
         self.created = int(time.time())
         self._house = house
-        has_room = house.residency.has_room_for
+        has_room = partial(house.residency.has_room_for, unknown=True)
         self._loader = Loader(house.engine, house.cache, house.cores, has_room, house.progress, self._note_settled)
         self._gate = Gate(Admission(config.slots, self._max_queued(config)), self._note_use)
         self._nursery: trio.Nursery | None = None
@@ -297,9 +298,10 @@ class Model:
             self.id,
             idle,
             self._last_used,
-            self._loader.nbytes,
+            self._loader.footprint.host,
             leaving=state is ModelState.UNLOADING,
             loading=state is ModelState.LOADING,
+            device_nbytes=self._loader.footprint.device,
         )
 
     # -- how
@@ -310,8 +312,8 @@ class Model:
         assert self._nursery is not None, "a running model has its nursery"
         return await self._loader.attempt(self._nursery, self.config, self._make_room, event).wait()
 
-    async def _make_room(self, nbytes: int) -> None:
-        await self._house.residency.make_room(self, nbytes)
+    async def _make_room(self, needed: Footprint) -> None:
+        await self._house.residency.make_room(self, needed)
 
     def _replaces_pool(self, config: ModelConfig) -> bool:
         """Whether a live pool would have to go for this configuration."""

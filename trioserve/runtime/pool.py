@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 import trio
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import LoadFailure, LoadOptions, ModelFile, Progress, Session, SessionOptions, Weights
+from trioserve.engine.base import (
+    Footprint,
+    LoadFailure,
+    LoadOptions,
+    ModelFile,
+    Progress,
+    Session,
+    SessionOptions,
+    Weights,
+)
 from trioserve.errors import InvalidModelError, ModelLoadError
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores
@@ -94,11 +103,13 @@ def session_options(config: ModelConfig, n_ctx_train: int) -> SessionOptions:
     )
 
 
-def memory_needed(config: ModelConfig, file: ModelFile, cache: WeightsCache, slots: int) -> int:
-    """Estimate the bytes that a load would take beside what is loaded: weights that are there already count once."""
+def memory_needed(config: ModelConfig, file: ModelFile, cache: WeightsCache, slots: int) -> Footprint:
+    """Estimate what a load would take beside what is loaded: weights that are there already count once."""
     options = session_options(config, file.n_ctx_train)
-    shared = file.memory(options, slots=0) if cache.has(config.path, load_options(config)) else 0
-    return file.memory(options, slots) - shared
+    whole = file.memory(options, slots, config.gpu_layers)
+    if cache.has(config.path, load_options(config)):
+        return whole - file.memory(options, 0, config.gpu_layers)
+    return whole
 
 
 @contextlib.asynccontextmanager
@@ -211,18 +222,19 @@ class Plan:
         file: what the model's file says about itself.
         cache: where its weights come from.
         cores: shared with all other slots of the process.
-        has_room: whether so many bytes fit into the memory beside all that is loaded; any thread.
+        has_room: whether so much fits into the memory beside all that is loaded; any thread.
     """
 
     config: ModelConfig
     file: ModelFile
     cache: WeightsCache
     cores: Cores
-    has_room: Callable[[int], bool]
+    has_room: Callable[[Footprint], bool]
 
     def has_room_for(self, options: SessionOptions) -> bool:
         """Whether one more session, made like this, fits into the memory."""
-        return self.has_room(self.file.memory(options, slots=1) - self.file.memory(options, slots=0))
+        gpu_layers = self.config.gpu_layers
+        return self.has_room(self.file.memory(options, 1, gpu_layers) - self.file.memory(options, 0, gpu_layers))
 
 
 async def serve_pool(

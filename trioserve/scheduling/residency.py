@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +16,10 @@ class Resident:
         idle: loaded, with nobody holding or waiting for anything. Only idle models are victims: not the busy ones, not
             those that are queued for, not those that load or are being unloaded.
         last_used: seconds, on any one clock.
-        nbytes: estimated memory; what its unloading gives back.
+        nbytes: estimated memory of the host; what its unloading gives back.
         leaving: it is being unloaded; whoever needs its place waits for that.
         loading: it takes a place once it was granted one.
+        device_nbytes: like ``nbytes``, of the GPUs.
     """
 
     id: str
@@ -26,6 +28,7 @@ class Resident:
     nbytes: int = 0
     leaving: bool = False
     loading: bool = False
+    device_nbytes: int = 0
 
 
 def victims_for_count(residents: Sequence[Resident], limit: int) -> list[Resident] | None:
@@ -45,7 +48,13 @@ def victims_for_count(residents: Sequence[Resident], limit: int) -> list[Residen
     return idle[:excess] if len(idle) >= excess else None
 
 
-def victims_for_memory(residents: Sequence[Resident], free: int, needed: int, reserve: int) -> list[Resident] | None:
+def victims_for_memory(
+    residents: Sequence[Resident],
+    free: int,
+    needed: int,
+    reserve: int,
+    size: Callable[[Resident], int] = attrgetter("nbytes"),
+) -> list[Resident] | None:
     """Choose whom to unload so that a newcomer leaves enough memory free.
 
     Arguments:
@@ -53,6 +62,7 @@ def victims_for_memory(residents: Sequence[Resident], free: int, needed: int, re
         free: bytes that are free now.
         needed: bytes that the newcomer is estimated to take.
         reserve: bytes that must stay free; 0 is no bound.
+        size: what the unloading of a model gives back.
 
     Returns:
         The idle models to unload, least recently used first; None when that would not be enough.
@@ -64,7 +74,7 @@ def victims_for_memory(residents: Sequence[Resident], free: int, needed: int, re
         if free - needed >= reserve:
             break
         victims.append(resident)
-        free += resident.nbytes
+        free += size(resident)
     return victims if free - needed >= reserve else None
 
 

@@ -299,7 +299,12 @@ async def open_service(
         engine,
         WeightsCache(engine),
         Cores(),
-        Residency(config.max_loaded_models, config.min_free_memory_mb, registry.__iter__),
+        Residency(
+            config.max_loaded_models,
+            config.min_free_memory_mb,
+            registry.__iter__,
+            free_device=engine.free_device_memory,
+        ),
         max_queued=config.max_queued_requests,
         idle_unload=config.idle_unload_ms / 1000,
         progress=progress,

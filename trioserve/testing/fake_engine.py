@@ -12,6 +12,7 @@ from trioserve.engine.base import (
     Failed,
     Finished,
     FinishReason,
+    Footprint,
     LoadFailure,
     LoadOptions,
     Mode,
@@ -50,6 +51,7 @@ class FakeEngine:
         failing_step: number of the step, of any sequence, that fails, or None.
         raising_step: number of the step, of any sequence, that raises, or None.
         refused: name of a file that is refused when it is inspected, or None.
+        device_memory: bytes that are free on the GPU; None where there is none.
         closed: names of what was closed, in order.
     """
 
@@ -64,10 +66,15 @@ class FakeEngine:
         self.failing_step: int | None = None
         self.raising_step: int | None = None
         self.refused: str | None = None
+        self.device_memory: int | None = None
         self.closed: list[str] = []
         self.loads = 0
         self.max_sessions = max_sessions
         self.answer_tokens = answer_tokens
+
+    def free_device_memory(self) -> int | None:
+        """Free memory of a GPU, as the test says."""
+        return self.device_memory
 
     def inspect(self, path: Path) -> FakeFile:
         """Look at nothing, in the manner of an inspection."""
@@ -93,9 +100,10 @@ class FakeFile:
     architecture = "fake"
     n_ctx_train = 4096
 
-    def memory(self, options: SessionOptions, slots: int) -> int:
+    def memory(self, options: SessionOptions, slots: int, gpu_layers: int = 0) -> Footprint:
         """A million bytes for the weights and as many for each slot."""
-        return 1_000_000 * (1 + slots)
+        nbytes = 1_000_000 * (1 + slots)
+        return Footprint(device=nbytes) if gpu_layers else Footprint(host=nbytes)
 
 
 class FakeWeights:

@@ -12,12 +12,14 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
 _logger = logging.getLogger("trioserve.llama")
 _capture = threading.local()
+_GPUS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU of ggml-backend.h
 _LEVEL_ERROR = 4  # of ggml.h; the list in a comment of llama_cpp._logger is an older one
 
 
@@ -48,6 +50,43 @@ def captured_errors() -> Iterator[list[str]]:
         yield lines
     finally:
         del _capture.lines
+
+
+def free_device_memory() -> int | None:
+    """Bytes that are free on all GPUs together; None where the library knows none.
+
+    The binding does not wrap this part of ggml: ``ggml_backend_dev_memory`` of ggml-backend.h.
+    """
+    if not llama_cpp.llama_supports_gpu_offload():
+        return None
+    ggml = _ggml()
+    if ggml is None:
+        return None
+    free, total, sums = ctypes.c_size_t(), ctypes.c_size_t(), []
+    for index in range(ggml.ggml_backend_dev_count()):
+        device = ctypes.c_void_p(ggml.ggml_backend_dev_get(index))
+        if ggml.ggml_backend_dev_type(device) in _GPUS:
+            ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            sums.append(free.value)
+    return sum(sums) if sums else None
+
+
+@functools.cache
+def _ggml() -> Any:
+    """The functions of ggml's backends, wherever the library was built to have them; None where they are hidden."""
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    found = sorted(folder.glob("*ggml.*")) or sorted(folder.glob("*llama.*"))
+    try:
+        # libggml depends on libggml-base, so that both parts of the interface are found through it.
+        library = ctypes.CDLL(str(found[0]))
+        library.ggml_backend_dev_count.restype = ctypes.c_size_t
+        library.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+        library.ggml_backend_dev_get.restype = ctypes.c_void_p
+        library.ggml_backend_dev_type.restype = ctypes.c_int
+        library.ggml_backend_dev_memory.restype = None
+    except (IndexError, OSError, AttributeError):
+        return None
+    return library
 
 
 def flag_reader() -> Any:

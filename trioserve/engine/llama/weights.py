@@ -12,7 +12,7 @@ import llama_cpp
 from trioserve.engine.base import MAX_SLOTS, LoadFailure, LoadOptions, Progress, SessionOptions
 from trioserve.engine.estimate import InspectedFile
 from trioserve.engine.gguf import HeaderError, read_header
-from trioserve.engine.llama.library import captured_errors, start_backend
+from trioserve.engine.llama.library import captured_errors, free_device_memory, start_backend
 from trioserve.engine.llama.session import LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
 
@@ -72,10 +72,14 @@ class LlamaWeights:
 class LlamaEngine:
     """``engine.base.Engine`` over llama.cpp."""
 
+    def free_device_memory(self) -> int | None:
+        """Bytes that are free on the GPUs; see ``engine.base.Engine.free_device_memory``."""
+        return free_device_memory()
+
     def inspect(self, path: Path) -> InspectedFile:
         """Read a file's header; see ``engine.base.Engine.inspect``."""
         try:
-            return InspectedFile(read_header(path))
+            return InspectedFile(read_header(path), offloads=bool(llama_cpp.llama_supports_gpu_offload()))
         except (OSError, HeaderError) as error:
             raise LoadFailure(str(error)) from None
 
