@@ -54,6 +54,7 @@ MODEL_DEFAULTS = {
     "lazy": False,
     "kv_dtype": "f16",
     "flash_attention": "auto",
+    "cache_prompt": True,
     "chat_template": None,
     "mmap": True,
     "mlock": False,

@@ -31,10 +31,11 @@ Cell = collections.namedtuple("Cell", "token position sequence output")
 class ScriptedContext:
     """Answers every token with the next number, fails and aborts as told, and keeps what it was asked."""
 
-    def __init__(self, outcomes=()):
+    def __init__(self, outcomes=(), *, truncates=True):
         self.outcomes = list(outcomes)
+        self.truncates = truncates
+        self.memory = collections.defaultdict(list)
         self.batches = []
-        self.forgotten = []
         self.errors = ["the script says so"]
         self.interrupted = False
         self.closed = 0
@@ -47,6 +48,9 @@ class ScriptedContext:
                 for i in range(struct.n_tokens)
             ]
         )
+        for cell in self.batches[-1]:
+            assert cell.position == len(self.memory[cell.sequence]), f"{cell} is not the next of its sequence"
+            self.memory[cell.sequence].append(cell.token)
         return self.outcomes.pop(0) if self.outcomes else Outcome.DONE
 
     def logits(self, row):
@@ -54,11 +58,18 @@ class ScriptedContext:
         assert cell.output, f"{cell} was not marked for output"
         return np.eye(1, VOCAB, (cell.token + 1) % VOCAB, dtype=np.float32)[0]
 
-    def forget(self, sequence):
-        self.forgotten.append(sequence)
+    def truncate(self, sequence, tokens):
+        whole = tokens >= len(self.memory[sequence])
+        kept = tokens if whole or self.truncates else 0
+        del self.memory[sequence][kept:]
+        return whole or self.truncates
+
+    def lower(self):
+        self.interrupted = False
 
     def reset(self):
-        self.interrupted = False
+        self.memory.clear()
+        self.lower()
 
     def close(self):
         self.closed += 1
@@ -173,12 +184,10 @@ def test_a_core_without_sequences_decodes_nothing():
     assert context.batches == []
 
 
-def test_remove_frees_the_memory_of_that_sequence_alone():
-    context = ScriptedContext()
-    core = core_over(context)
+def test_remove_ends_that_sequence_alone():
+    core = core_over(ScriptedContext())
     first, second = core.add(asking([5])), core.add(asking([6]))
     core.remove(second)
-    assert context.forgotten == [second]
     assert [event.sequence for event in core.step(1)] == [first]
 
 
@@ -231,6 +240,104 @@ def test_what_was_held_back_for_a_stop_string_comes_with_the_end(start, max_toke
     got = answer(core_over(ScriptedContext()), request)
     assert got.text == text
     assert got.end.text == text[-1]
+
+
+# --- what is kept of earlier sequences ---
+
+
+def ended(core, request, steps=100):
+    """Work a sequence and let go of it."""
+    number = core.add(request)
+    events = [event for _ in range(steps) for event in core.step(1)]
+    core.remove(number)
+    return events[-1] if events else None
+
+
+def test_what_a_prompt_has_in_common_with_the_one_before_is_not_evaluated_again():
+    context = ScriptedContext()
+    core = core_over(context)
+    prompt = counted(10, 20)
+    assert ended(core, asking(prompt, 3)).cached == 0
+    context.batches.clear()
+    assert ended(core, asking([*prompt[:12], 90, 91, 92], 3)).cached == 12
+    assert [cell.position for cell in context.batches[0]] == [12, 13, 14]
+
+
+def test_an_answer_is_kept_like_its_prompt():
+    core = core_over(ScriptedContext())
+    ended(core, asking([10, 11], 5))
+    assert core.history == [10, 11, 12, 13, 14, 15], "the last token of an answer is never evaluated"
+    assert ended(core, asking([10, 11, 12, 13, 14, 15, 16, 90], 1)).cached == 6
+
+
+@pytest.mark.parametrize(("length", "cached"), [(1, 0), (2, 0), (3, 1), (4, 2), (20, 18)])
+def test_two_tokens_are_evaluated_anew_also_of_the_same_prompt(length, cached):
+    context = ScriptedContext()
+    core = core_over(context)
+    prompt = counted(10, length)
+    ended(core, asking(prompt, 3))
+    context.batches.clear()
+    assert ended(core, asking(prompt, 3)).cached == cached
+    assert len(context.batches[0]) == min(2, length)
+
+
+def test_nothing_is_reused_where_that_is_not_wanted():
+    core = core_over(ScriptedContext())
+    for _ in range(2):
+        assert ended(core, asking(counted(10, 20), 3, reuse=False)).cached == 0
+
+
+def test_a_model_that_cannot_forget_a_part_starts_over():
+    context = ScriptedContext(truncates=False)
+    core = core_over(context)
+    ended(core, asking(counted(10, 20), 3))
+    assert ended(core, asking([*counted(10, 12), 90, 91], 3)).cached == 0
+    assert ended(core, asking([*counted(10, 12), 90, 91, 92, 93, 94, 95], 3)).cached == 14 + 2
+
+
+def test_what_a_step_evaluated_that_was_cut_short_is_not_kept():
+    context = ScriptedContext([Outcome.DONE, Outcome.INTERRUPTED])
+    core = core_over(context)
+    number = core.add(asking(counted(10, 20)))
+    core.step(1)
+    context.interrupted = True
+    core.step(1)
+    context.interrupted = False
+    core.step(1)
+    core.remove(number)
+    assert core.history == counted(10, 4)
+    assert context.memory[number] == counted(10, 4)
+    assert ended(core, asking(counted(10, 20), 3)).cached == 4
+
+
+def test_nothing_is_kept_of_a_sequence_that_failed():
+    context = ScriptedContext([Outcome.DONE, Outcome.FAILED])
+    core = core_over(context)
+    assert isinstance(ended(core, asking(counted(10, 20))), Failed)
+    assert list(core.history) == []
+    assert ended(core, asking(counted(10, 20), 3)).cached == 0
+
+
+def test_the_sequence_that_has_most_of_a_prompt_takes_it_and_of_equals_the_one_that_has_least():
+    core = core_over(ScriptedContext())
+    numbers = [core.add(asking(counted(start, length), 1)) for start, length in [(10, 20), (50, 9), (10, 5), (99, 3)]]
+    for _ in range(20):
+        core.step(1)
+    for number in numbers:
+        core.remove(number)
+    assert core.history == counted(10, 20)
+    assert core.add(asking(counted(10, 8))) == numbers[0]
+    assert core.add(asking([200, 201])) == numbers[3]
+
+
+def test_reset_keeps_and_clear_forgets():
+    core = core_over(ScriptedContext())
+    for forget, kept in ((core.end_all, 8), (core.clear, 0)):
+        core.add(asking(counted(10, 8)))
+        core.step(1)
+        core.step(1)
+        forget()
+        assert len(core.history) == kept
 
 
 def test_clear_frees_every_number():
@@ -307,9 +414,11 @@ def test_sequences_that_come_and_go_never_disturb_each_other(plans, n_batch, chu
         room = min(plan.max_tokens, N_CTX - plan.length)
         whole = counted(plan.start, plan.length + room)
         assert got.tokens == whole[plan.length :][: len(got.tokens)]
-        assert [cell.token for cell in cells] == whole[: len(cells)]
-        assert [cell.position for cell in cells] == list(range(len(cells)))
-        assert [cell.output for cell in cells] == [i >= plan.length - 1 for i in range(len(cells))]
+        cached = cells[0].position if cells else 0
+        assert cached <= max(plan.length - 2, 0)
+        assert [cell.token for cell in cells] == whole[cached:][: len(cells)]
+        assert [cell.position for cell in cells] == list(range(cached, cached + len(cells)))
+        assert [cell.output for cell in cells] == [cell.position >= plan.length - 1 for cell in cells]
         if got.end is not None:
             assert got.reason is FinishReason.LENGTH
             assert len(got.tokens) == room
@@ -432,6 +541,32 @@ def test_bits_do_not_depend_on_what_the_session_answered_before(shaped, bits_of,
     with opened(shaped, n_ctx=1024) as session:
         answer(session, asking(prompt_of(shaped, 333, seed=1), 20))
         answer(session, asking(prompt_of(shaped, 2, seed=2), 1))
+        assert bits_of(session, long_request) == alone
+
+
+@pytest.mark.parametrize("common", [1, 5, 128, 129, 300, LONG - 3, LONG - 2, LONG - 1, LONG])
+def test_bits_do_not_depend_on_what_was_kept_of_an_earlier_prompt(shaped, bits_of, long_request, alone, common):
+    prompt = long_request.prompt
+    with opened(shaped, n_ctx=1024) as session:
+        answer(session, asking([*prompt[:common], *prompt_of(shaped, 50, seed=3)[1:]], 3, ignore_eos=True))
+        number = session.add(long_request)
+        assert finish(session, number)[0].end.cached == min(common, LONG - 2)
+        session.remove(number)
+        session.clear()
+        answer(session, asking([*prompt[:common], *prompt_of(shaped, 50, seed=3)[1:]], 3, ignore_eos=True))
+        assert bits_of(session, long_request) == alone
+
+
+def test_bits_do_not_depend_on_a_prompt_that_was_cut_short(shaped, bits_of, long_request, alone):
+    with opened(shaped, n_ctx=1024) as session:
+        session.add(long_request)
+        session.step(1)
+        session.step(1)
+        session.interrupt()
+        assert session.step(1) == []
+        session.reset()
+        assert list(session.history) == list(long_request.prompt[: len(session.history)])
+        assert 0 < len(session.history) < LONG
         assert bits_of(session, long_request) == alone
 
 

@@ -147,7 +147,7 @@ def interrupt_again_and_again(weights, over, counts):
 
 
 def test_an_interrupted_session_leaves_one_that_decodes_at_the_same_moment_alone(tiny):
-    question = asking(long_prompt(tiny, 100), 150, ignore_eos=True)
+    question = asking(long_prompt(tiny, 100), 150, ignore_eos=True, reuse=False)
     over, counts, done = threading.Event(), [], 0
     with opened(tiny) as session:
         expected = answer(session, question)

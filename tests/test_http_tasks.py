@@ -23,6 +23,15 @@ def events(reply):
     return found
 
 
+def usage_of(prompt_tokens, completion_tokens):
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
 def batch(*requests, **fields):
     return {"requests": list(requests), **fields}
 
@@ -52,7 +61,7 @@ async def test_a_task_is_answered_with_its_metadata():
     assert answer["id"].startswith("task-")
     assert (answer["object"], answer["model"], answer["finish_reason"]) == ("task", "fake", "length")
     assert answer["text"] == expected()
-    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+    assert answer["usage"] == usage_of(4, 8)
     metadata = answer["metadata"]
     assert (metadata["slot"], metadata["prompt_tokens"], metadata["completion_tokens"]) == (0, 4, 8)
     assert all(metadata[name] >= 0 for name in ("queue_ms", "prefill_ms", "decode_ms"))
@@ -283,11 +292,7 @@ async def test_choices_belong_to_prompts_by_index(stream):
         reasons[choice["index"]] = choice["finish_reason"]
     assert texts == {index: expected(prompt) for index, prompt in enumerate(prompts)}
     assert set(reasons.values()) == {"length"}
-    assert usage == {
-        "prompt_tokens": sum(map(len, prompts)),
-        "completion_tokens": 8 * 32,
-        "total_tokens": sum(map(len, prompts)) + 8 * 32,
-    }
+    assert usage == usage_of(sum(map(len, prompts)), 8 * 32)
 
 
 async def test_tokens_and_texts_are_one_batch():

@@ -483,3 +483,22 @@ def test_the_smallest_bound_given_is_the_effective_one(server, model, request_ms
 
 def test_no_layer_at_all_is_no_bound():
     assert effective_wait() is None
+
+
+def test_a_ticket_chooses_among_the_free_slots_and_not_when_it_is_granted():
+    admission = Admission(4, 10)
+    asked = []
+
+    def last(free):
+        asked.append(list(free))
+        return free[-1]
+
+    tickets = [Ticket(choose=last), Ticket(), Ticket(choose=last), Ticket(choose=last), Ticket(choose=last)]
+    for ticket in tickets:
+        admission.enter(ticket, 0.0)
+        admission.assign(0.0)
+    assert [ticket.slot for ticket in tickets] == [3, 0, 2, 1, None]
+    assert asked == [[0, 1, 2, 3], [1, 2], [1]]
+    admission.release(tickets[0])
+    assert admission.assign(1.0) == [tickets[4]]
+    assert tickets[4].slot == 3

@@ -128,6 +128,10 @@ class ModelConfig(BaseModel):
         description="Whether attention uses the flash kernels; a quantised kv_dtype needs them. auto leaves "
         "them off on the CPU, because only then an answer is the same, byte for byte, whatever the load.",
     )
+    cache_prompt: bool = Field(
+        default=True,
+        description="Let a slot keep its last prompt and answer, so that a request that begins like them costs less.",
+    )
     chat_template: str | None = Field(
         default=None,
         min_length=1,

@@ -106,6 +106,7 @@ class SequenceRequest:
         sampling: how tokens are chosen.
         stops: strings that end the text and never appear in it.
         ignore_eos: go on after an end-of-generation token.
+        reuse: begin with what the session has kept of an earlier sequence, where that began in the same way.
     """
 
     prompt: Sequence[int]
@@ -113,6 +114,7 @@ class SequenceRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
+    reuse: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +149,19 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence has ended by itself. ``text`` is what was still held back."""
+    """A sequence has ended by itself.
+
+    Attributes:
+        sequence: which one.
+        reason: why.
+        text: what was still held back.
+        cached: tokens of its prompt that the session had kept of an earlier sequence.
+    """
 
     sequence: int
     reason: FinishReason
     text: str = ""
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +228,20 @@ class Session(Protocol):
         """
         ...
 
+    @property
+    def history(self) -> Sequence[int]:
+        """Tokens of earlier sequences that the next one may begin with at no cost. Only while no thread is inside."""
+        ...
+
     def remove(self, sequence: int) -> None:
-        """Forget a sequence, live or ended; its memory is free for the next one."""
+        """End a sequence, or let go of one that has ended; its place is free for the next one."""
         ...
 
     def reset(self) -> None:
+        """End all sequences and lower the interrupt flag."""
+        ...
+
+    def clear(self) -> None:
         """Forget everything and lower the interrupt flag: as good as new."""
         ...
 

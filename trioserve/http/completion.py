@@ -42,6 +42,7 @@ def generation_request(
         sampling=_sampling(fields),
         stops=fields.stops,
         ignore_eos=bool(fields.ignore_eos),
+        cache_prompt=fields.cache_prompt is not False,
         busy_timeout_ms=fields.busy_timeout_ms,
         request_id=request_id,
     )
@@ -136,7 +137,7 @@ class _Chunks:
         else:
             raise part.error
 
-    def _frame(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+    def _frame(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         chunk = {**self._envelope, "choices": choices}
         if self._with_usage:
             chunk["usage"] = usage

@@ -36,12 +36,13 @@ def response(value: object, status: int = 200) -> Response:
     return Response(dumps(value), status=status, content_type="application/json")
 
 
-def usage(counts: Usage) -> dict[str, int]:
+def usage(counts: Usage) -> dict[str, Any]:
     """OpenAI's usage object."""
     return {
         "prompt_tokens": counts.prompt_tokens,
         "completion_tokens": counts.completion_tokens,
         "total_tokens": counts.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
     }
 
 

@@ -58,6 +58,8 @@ class Job:
         self._next = 0
         self._indices: dict[int, int] = {}  # of the live sequences, by their numbers in the session
         self._without_token = 0
+        self._posted: list[StepEvent] = []
+        self._last: StepEvent | None = None
 
     # -- in the worker thread
 
@@ -114,10 +116,14 @@ class Job:
             if isinstance(event, ENDINGS):
                 times.ended = now
                 ended.append(number)
-            self._events.append(event if number == index else replace(event, sequence=index))
+            self._posted.append(event if number == index else replace(event, sequence=index))
         for number in ended:
             del self._indices[number]
-        self._over = self._over or (not self._indices and self._next == len(self.works))
+        if not self._indices and self._next == len(self.works):
+            # The end is told when the slot is idle, so that whoever acts upon it finds it so.
+            self._over, self._last = True, self._posted.pop()
+        self._events.extend(self._posted)
+        self._posted.clear()
         self._token.run_sync_soon(self._nudge, idempotent=True)
         return ended
 
@@ -137,6 +143,12 @@ class Job:
         while self.full and not self._cancelled:
             self._room = trio.Event()
             await self._room.wait()
+
+    def settle(self) -> None:
+        """Tell the reader the end, now that the slot is idle."""
+        if self._last is not None:
+            self._events.append(self._last)
+            self._arrived.set()
 
     def fail(self, error: TrioserveError) -> None:
         """End the job with an error that the reader gets after the events that are already there."""

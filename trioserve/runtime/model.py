@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -139,16 +139,17 @@ class Model:
 
     # -- requests
 
-    async def admit(self, wait: float | None) -> Lease:
+    async def admit(self, wait: float | None, prompt: Sequence[int] = ()) -> Lease:
         """Wait for a slot.
 
         Arguments:
             wait: seconds at most; None is without bound, 0 not at all.
+            prompt: token ids that the slot will begin with: of the free slots the one that has most of them suits best.
 
         Raises:
             ServerBusyError: no slot within that time.
         """
-        ticket = Ticket(wait=wait)
+        ticket = Ticket(wait=wait, choose=partial(self._best_slot, prompt))
         await self._gate.pass_through(ticket)
         return Lease(self, ticket)
 
@@ -314,6 +315,10 @@ class Model:
 
     async def _make_room(self, needed: Footprint) -> None:
         await self._house.residency.make_room(self, needed)
+
+    def _best_slot(self, prompt: Sequence[int], free: Sequence[int]) -> int:
+        pool = self._loader.pool
+        return min(free) if pool is None else pool.best_slot(prompt, free)
 
     def _replaces_pool(self, config: ModelConfig) -> bool:
         """Whether a live pool would have to go for this configuration."""

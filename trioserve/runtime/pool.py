@@ -20,6 +20,7 @@ from trioserve.engine.base import (
     SessionOptions,
     Weights,
 )
+from trioserve.engine.prefix import common_prefix
 from trioserve.errors import InvalidModelError, ModelLoadError
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores
@@ -29,6 +30,7 @@ from trioserve.runtime.weights_cache import WeightsCache
 logger = logging.getLogger("trioserve.model")
 
 DEFAULT_N_CTX = 4096
+_LEAST_SHARE = 0.1  # of a prompt; less in common, such as the beginning of a chat template, is no reason for a slot
 _OF_THE_QUEUE = {"lazy", "keep_alive_ms", "busy_timeout_ms", "max_queued_requests"}
 
 
@@ -69,6 +71,22 @@ class Pool:
             readers.count -= 1
             if readers.count == 0:
                 readers.gone.set()
+
+    def best_slot(self, prompt: Sequence[int], free: Sequence[int]) -> int:
+        """Choose the slot that a prompt costs least in.
+
+        That is the one that has most of it in memory; where that is too little to count, one whose memory is empty, or
+        else the one that was used least lately.
+
+        Arguments:
+            prompt: token ids.
+            free: slots to choose from.
+        """
+        common = {slot: common_prefix(prompt, self.slots[slot].session.history) for slot in free}
+        best = max(free, key=lambda slot: (common[slot], -slot))
+        if common[best] > _LEAST_SHARE * len(prompt):
+            return best
+        return min(free, key=lambda slot: (self.slots[slot].kept_since, slot))
 
     async def wait_unread(self) -> None:
         """Return once nobody is inside ``reading``."""

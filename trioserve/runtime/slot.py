@@ -47,6 +47,7 @@ class Slot:
         self._threads = threads
         self._batches = batches
         self._at_work = session
+        self._used_at = 0.0
         self._prefill_pace = Pace()
         self._decode_pace = Pace()
         self._send, self._receive = trio.open_memory_channel[tuple[Job, Callable[[], None]]](1)
@@ -63,6 +64,11 @@ class Slot:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             _refuse(job, on_idle)
 
+    @property
+    def kept_since(self) -> float:
+        """When the slot was last used, on Trio's clock; 0 where its session has kept nothing."""
+        return self._used_at if self.session.history else 0
+
     def interrupt(self) -> None:
         """Make a running step return soon. For the event loop, at any time; never waits."""
         self._at_work.interrupt()
@@ -77,6 +83,8 @@ class Slot:
                     # is ended by its own `cancel`, which the lease calls.
                     with trio.CancelScope(shield=True):
                         await self._work(job)
+                    self._used_at = trio.current_time()
+                    job.settle()
                     on_idle()
             finally:
                 # A job that came in the very moment of the cancellation: its lease would never come back.
@@ -125,6 +133,7 @@ class Slot:
                     session.remove(ended)
         except BaseException:
             job.abandon()
+            session.clear()  # what it has kept may be what went wrong
             raise
         finally:
             if not job.wanted:

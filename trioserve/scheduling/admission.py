@@ -12,7 +12,7 @@ with the present time, and carries out the grants that ``assign`` returns. Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -34,12 +34,15 @@ class Ticket:
     Attributes:
         kind: one slot or the whole model.
         wait: seconds that the caller may wait for admission; None is without bound, 0 is not at all.
+        choose: asked at the grant which of the free slots, in rising order, suits best. When a ticket is granted does
+            not depend on it.
         slot: index of the granted slot; None while queued, and for managers.
         since: time of the grant in seconds; None while queued.
     """
 
     kind: Kind = Kind.REQUEST
     wait: float | None = None
+    choose: Callable[[Sequence[int]], int] = min
     slot: int | None = field(default=None, init=False)
     since: float | None = field(default=None, init=False)
 
@@ -168,11 +171,11 @@ class Admission:
         if ticket.kind is Kind.MANAGER:
             self._exclusive = ticket
         else:
-            ticket.slot = next(self._free_slots())
+            ticket.slot = ticket.choose(self._free_slots())
             self._leases[ticket.slot] = ticket
 
-    def _free_slots(self) -> Iterator[int]:
-        return (slot for slot in range(self._slots) if slot not in self._leases)
+    def _free_slots(self) -> list[int]:
+        return [slot for slot in range(self._slots) if slot not in self._leases]
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether the head of the queue can be granted this instant."""

@@ -38,7 +38,7 @@ class Answer:
             self.completion_tokens += 1
             return self._text(event.text)
         if isinstance(event, Finished):
-            usage = Usage(self.prompt_tokens, self.completion_tokens)
+            usage = Usage(self.prompt_tokens, self.completion_tokens, event.cached)
             return [*self._text(event.text), Done(event.reason, usage, self._timings(), self.index)]
         if isinstance(event, Failed):
             logger.error("inference failed: %s", event.message)

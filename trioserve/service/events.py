@@ -10,10 +10,17 @@ from trioserve.errors import TrioserveError
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens in and out. Both counts are of the model's own tokens; the one that ends an answer isn't counted."""
+    """Tokens in and out, counted in the model's own; the one that ends an answer isn't counted.
+
+    Attributes:
+        prompt_tokens: of the prompt.
+        completion_tokens: of the answer.
+        cached_tokens: those of the prompt that the slot had kept of an earlier one.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -21,7 +28,11 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,7 @@ class Generation:
         elif isinstance(ending, Done):
             timings = ending.timings
             fields["finish_reason"] = ending.finish_reason.value
+            fields["cached_tokens"] = ending.usage.cached_tokens
             fields["prefill_ms"], fields["decode_ms"] = timings.prefill_ms, timings.decode_ms
         if self._open:
             return

@@ -35,6 +35,12 @@ class Prepared:
     sequences: Mapping[int, SequenceRequest]
     refused: Sequence[Failure]
 
+    @property
+    def reused_prompt(self) -> Sequence[int]:
+        """The prompt that a slot may have kept a part of; a batch has none."""
+        (sequence, *others) = self.sequences.values()
+        return sequence.prompt if sequence.reuse and not others else ()
+
 
 class Preparer:
     """Prepares requests, long ones in worker threads of their own so that decodes can't keep them waiting."""
@@ -102,6 +108,7 @@ def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
         sampling=request.sampling,
         stops=request.stops,
         ignore_eos=request.ignore_eos,
+        reuse=request.cache_prompt and pool.config.cache_prompt,
     )
 
 

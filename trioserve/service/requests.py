@@ -44,6 +44,7 @@ class GenerationRequest:
         sampling: how tokens are chosen.
         stops: strings that end the answer and never appear in it.
         ignore_eos: go on after an end-of-generation token.
+        cache_prompt: don't evaluate again what the slot has kept of an earlier prompt or answer.
         busy_timeout_ms: how long to wait for a slot; None leaves it to model and server, 0 is not at all.
         request_id: for the log.
     """
@@ -54,6 +55,7 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
+    cache_prompt: bool = True
     busy_timeout_ms: int | None = None
     request_id: str = "-"
 

@@ -224,7 +224,8 @@ class Service:
             return self._refuse_all(model, request, prepared, record)
         config = model.config
         lease = await model.admit(
-            effective_wait(self.config.busy_timeout_ms, config.busy_timeout_ms, request.busy_timeout_ms)
+            effective_wait(self.config.busy_timeout_ms, config.busy_timeout_ms, request.busy_timeout_ms),
+            prepared.reused_prompt if prepared is not None else (),
         )
         resources.callback(lease.release)
         # The request may have been cut off in the very moment of its admission, and not yet know.

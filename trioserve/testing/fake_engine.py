@@ -160,6 +160,7 @@ class FakeSession:
         self.n_ctx = options.n_ctx
         self.max_sequences = options.max_sequences
         self.name = name
+        self.history: Sequence[int] = ()
         self.threads: list[int] = []
         self.resets = 0
         self._engine = engine
@@ -201,6 +202,10 @@ class FakeSession:
         self.resets += 1
         self._live.clear()
         self._interrupted = False
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self.reset()
 
     def interrupt(self) -> None:
         """Make a step that waits at the gate return."""

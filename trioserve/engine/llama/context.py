@@ -162,15 +162,30 @@ class Context:
         logits: npt.NDArray[np.float32] = np.ctypeslib.as_array(self._row_type.from_address(address))
         return logits
 
-    def forget(self, sequence: int) -> None:
-        """Free the memory of one sequence."""
+    def truncate(self, sequence: int, tokens: int) -> bool:
+        """Free the memory of one sequence from some token on.
+
+        Arguments:
+            sequence: which one.
+            tokens: how many of its tokens stay.
+
+        Returns:
+            False where the model can't forget a part of a sequence: then all of it was freed.
+        """
+        if llama_cpp.llama_memory_seq_rm(self._memory, sequence, tokens, -1):
+            return True
         if not llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1):
             raise RuntimeError(f"sequence {sequence} could not be removed from the context's memory")
+        return False
+
+    def lower(self) -> None:
+        """Lower the abort flag."""
+        self._flag[0] = 0  # type: ignore[call-overload]
 
     def reset(self) -> None:
         """Free all memory and lower the abort flag."""
         llama_cpp.llama_memory_clear(self._memory, False)
-        self._flag[0] = 0  # type: ignore[call-overload]
+        self.lower()
 
     def close(self) -> None:
         """Free the context. Idempotent."""

@@ -14,6 +14,7 @@ from trioserve.engine.base import Failed, Finished, FinishReason, SequenceReques
 from trioserve.engine.llama.context import Batch, Context, Outcome
 from trioserve.engine.llama.sampler import Sampler
 from trioserve.engine.llama.vocabulary import Vocabulary
+from trioserve.engine.prefix import common_prefix
 from trioserve.engine.text import TextAssembler
 
 
@@ -21,17 +22,21 @@ class _Live:
     """What changes while a sequence is worked.
 
     Attributes:
+        known: tokens whose memory is good: they were evaluated, or kept from an earlier sequence.
         pending: tokens not evaluated yet: the rest of the prompt, or the token sampled last.
-        n_past: tokens evaluated so far, which is the position of the next one.
+        offered: how many of those are in the present step.
+        cached: tokens of the prompt that were kept from an earlier sequence.
         room: tokens that may still be sampled.
     """
 
-    __slots__ = ("assembler", "ignore_eos", "n_past", "number", "pending", "room", "sampler")
+    __slots__ = ("assembler", "cached", "ignore_eos", "known", "number", "offered", "pending", "room", "sampler")
 
-    def __init__(self, number: int, request: SequenceRequest, room: int, sampler: Sampler) -> None:
+    def __init__(self, number: int, request: SequenceRequest, cached: int, room: int, sampler: Sampler) -> None:
         self.number = number
-        self.pending: Sequence[int] = request.prompt
-        self.n_past = 0
+        self.cached = cached
+        self.known = list(request.prompt[:cached])
+        self.pending: Sequence[int] = request.prompt[cached:]
+        self.offered = 0
         self.room = room
         self.ignore_eos = request.ignore_eos
         self.sampler = sampler
@@ -64,7 +69,8 @@ class DecodeCore:
         self._chunk = chunk
         self._batch = Batch(max(n_batch, max_sequences))
         self._live: dict[int, _Live] = {}
-        self._free = list(range(max_sequences - 1, -1, -1))
+        # The sequences that aren't live, and the tokens whose memory each of them still has.
+        self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
 
     def add(self, request: SequenceRequest) -> int:
         """Take a sequence in.
@@ -79,28 +85,43 @@ class DecodeCore:
         room = min(request.max_tokens, self._n_ctx - len(request.prompt))
         if not request.prompt or room < 1:
             raise ValueError(f"a prompt of {len(request.prompt)} tokens does not fit into {self._n_ctx} with an answer")
-        if not self._free:
+        if not self._kept:
             raise RuntimeError(f"all {len(self._live)} sequences of the context are live")
         banned = self._vocabulary.end_tokens if request.ignore_eos else ()
         sampler = Sampler(self._vocabulary, request.sampling, request.prompt, self._n_ctx, banned)
-        number = self._free.pop()
-        self._live[number] = _Live(number, request, room, sampler)
+        number, cached = self._place(request)
+        del self._kept[number]
+        self._live[number] = _Live(number, request, cached, room, sampler)
         return number
 
+    @property
+    def history(self) -> Sequence[int]:
+        """The longest run of tokens that the next sequence may begin with at no cost."""
+        return max(self._kept.values(), key=len, default=())
+
     def remove(self, number: int) -> None:
-        """Forget a sequence and free its memory."""
-        self._live.pop(number).sampler.close()
-        self._context.forget(number)
-        self._free.append(number)
+        """End a sequence. Its memory is kept for one that begins like it, as far as it is known to be good."""
+        live = self._live.pop(number)
+        live.sampler.close()
+        self._kept[number] = live.known if self._context.truncate(number, len(live.known)) else []
+
+    def end_all(self) -> None:
+        """End all sequences and lower the abort flag."""
+        for number in list(self._live):
+            self.remove(number)
+        self._context.lower()
 
     def clear(self) -> None:
-        """Forget all sequences and lower the abort flag."""
-        self._forget_all()
+        """Forget all sequences, live and kept, and lower the abort flag."""
+        self._close_samplers()
+        self._kept = {number: [] for number in (*self._kept, *self._live)}
+        self._live.clear()
         self._context.reset()
 
     def close(self) -> None:
         """Free the context and what the live sequences hold. Idempotent."""
-        self._forget_all()
+        self._close_samplers()
+        self._live.clear()
         self._context.close()
 
     def step(self, threads: int) -> list[StepEvent]:
@@ -112,18 +133,50 @@ class DecodeCore:
             return []
         outcome = self._context.decode(self._batch, threads)
         if outcome is Outcome.INTERRUPTED:
+            self._take_back()
             return []
         if outcome is Outcome.FAILED:
-            return self._fail(rows)
+            return self._fail()
+        self._note_evaluated()
         events: list[StepEvent] = []
         for row in rows:
             self._advance(row, events)
         return events
 
-    def _forget_all(self) -> None:
-        for number in list(self._live):
-            self._live.pop(number).sampler.close()
-            self._free.append(number)
+    def _place(self, request: SequenceRequest) -> tuple[int, int]:
+        """Choose the sequence to work in: the one that has most of the prompt, and how many tokens that is.
+
+        At least two tokens are evaluated anew. The last one has to be, for its logits; and alone it would be computed
+        in another way than in a prompt's chunk, with other last bits: so an answer does not depend on what was kept of
+        earlier prompts.
+        """
+        most = max(len(request.prompt) - 2, 0) if request.reuse else 0
+        common = {
+            number: min(most, common_prefix(kept, list(request.prompt[: len(kept)])))
+            for number, kept in self._kept.items()
+        }
+        number = max(common, key=lambda number: (common[number], -len(self._kept[number]), -number))
+        cached = common[number]
+        if not self._context.truncate(number, cached):
+            cached = 0
+        return number, cached
+
+    def _note_evaluated(self) -> None:
+        """Move what was offered in a step that succeeded to what is known."""
+        for live in self._live.values():
+            if live.offered:
+                live.known.extend(live.pending[: live.offered])
+                live.pending = live.pending[live.offered :]
+                live.offered = 0
+
+    def _take_back(self) -> None:
+        """What a step that was cut short has evaluated, nobody knows."""
+        for live in self._live.values():
+            live.offered = 0
+
+    def _close_samplers(self) -> None:
+        for live in self._live.values():
+            live.sampler.close()
 
     def _fill(self) -> list[_Row]:
         """Put next tokens first and prompt chunks after them, so that nobody's prompt delays another's next token.
@@ -134,27 +187,22 @@ class DecodeCore:
         self._batch.clear()
         rows = []
         for live in sorted(self._live.values(), key=lambda live: len(live.pending) > 1):
-            tokens = live.pending[: min(self._chunk, self._batch.room)]
-            if not tokens:
+            count = _piece(len(live.pending), self._chunk, self._batch.room)
+            if not count:
                 continue
-            complete = len(tokens) == len(live.pending)
-            index = self._batch.append(tokens, live.n_past, live.number, output=complete)
-            live.n_past += len(tokens)
-            live.pending = live.pending[len(tokens) :]
+            complete = count == len(live.pending)
+            index = self._batch.append(live.pending[:count], len(live.known), live.number, output=complete)
+            live.offered = count
             if complete:
                 rows.append(_Row(live, index))
         return rows
 
-    def _fail(self, rows: Sequence[_Row]) -> list[StepEvent]:
-        """End every sequence that had not ended: which of them the context could not take, it does not say.
-
-        Arguments:
-            rows: what ``_fill`` returned; their sequences have nothing pending any more.
-        """
-        complete = {row.live.number for row in rows}
-        going = [live for live in self._live.values() if live.pending or live.number in complete]
+    def _fail(self) -> list[StepEvent]:
+        """End every sequence that had not ended: which of them the context could not take, it does not say."""
+        going = [live for live in self._live.values() if live.pending]
         for live in going:
-            live.pending = ()
+            live.pending, live.offered = (), 0
+            live.known.clear()
         reason = "; ".join(self._context.errors[-2:]) or "llama_decode gave no reason"
         return [Failed(live.number, reason) for live in going]
 
@@ -163,13 +211,30 @@ class DecodeCore:
         live = row.live
         token = live.sampler.choose(self._context, row.number)
         if not live.ignore_eos and self._vocabulary.ends_generation(token):
-            events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush()))
+            events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush(), live.cached))
             return
         live.room -= 1
         events.append(Token(live.number, token, live.assembler.feed(self._vocabulary.piece(token))))
         if live.assembler.stopped:
-            events.append(Finished(live.number, FinishReason.STOP))
+            events.append(Finished(live.number, FinishReason.STOP, cached=live.cached))
         elif live.room == 0:
-            events.append(Finished(live.number, FinishReason.LENGTH, live.assembler.flush()))
+            events.append(Finished(live.number, FinishReason.LENGTH, live.assembler.flush(), live.cached))
         else:
             live.pending = (token,)
+
+
+def _piece(pending: int, chunk: int, room: int) -> int:
+    """How many of a sequence's pending tokens go into a step.
+
+    Never one alone while there are more: a token that is evaluated alone has other last bits than in a chunk, and an
+    answer would depend on how its prompt was cut.
+
+    Arguments:
+        pending: tokens that are pending.
+        chunk: tokens of one prompt that one step may evaluate.
+        room: tokens that still fit into the step.
+    """
+    count = min(pending, chunk, room)
+    if count == pending - 1 > 2:
+        count -= 1
+    return 0 if count == 1 < min(pending, chunk) else count

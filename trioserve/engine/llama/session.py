@@ -55,11 +55,20 @@ class LlamaSession:
         return self._core.step(threads)
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence."""
+        """End a sequence."""
         self._core.remove(sequence)
 
+    @property
+    def history(self) -> Sequence[int]:
+        """What the next sequence may begin with at no cost."""
+        return self._core.history
+
     def reset(self) -> None:
-        """Forget all sequences and lower the interrupt flag."""
+        """End all sequences and lower the interrupt flag."""
+        self._core.end_all()
+
+    def clear(self) -> None:
+        """Forget everything and lower the interrupt flag."""
         self._core.clear()
 
     def interrupt(self) -> None:

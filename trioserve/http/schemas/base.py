@@ -95,7 +95,9 @@ class GenerationFields(Schema):
         None, description="One or several strings that end the answer and don't appear in it."
     )
     ignore_eos: bool | None = Field(None, description="Never end the answer at the model's own wish.")
-    cache_prompt: bool | None = Field(None, description="Accepted for llama-server's clients; without effect.")
+    cache_prompt: bool | None = Field(
+        None, description="Reuse what the slot has kept of earlier prompts; false evaluates all of this one."
+    )
     busy_timeout_ms: int | None = Field(
         None, ge=0, lt=2**31, description="Wait for a slot, in milliseconds; may only shorten the server's."
     )

@@ -1,0 +1,104 @@
+"""Which slot a prompt goes to, and what slots keep, on tiny real models."""
+
+import pytest
+import trio
+from tiny_models import GREEDY, tiny_model
+
+from trioserve.config import Config, ModelConfig
+from trioserve.runtime.pool import Pool
+from trioserve.service import Done, GenerationRequest, TokenPrompt, open_service
+
+
+class Kept:
+    """A slot, as far as the choice goes."""
+
+    def __init__(self, history, kept_since=0.0):
+        self.session = self
+        self.history = history
+        self.kept_since = kept_since if history else 0
+
+
+def choose(slots, prompt, free=None):
+    pool = Pool(None, None, 100, slots)
+    return pool.best_slot(prompt, list(range(len(slots))) if free is None else free)
+
+
+LONG = list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("slots", "prompt", "best"),
+    [
+        ([Kept([]), Kept(LONG, 1)], LONG, 1),
+        ([Kept(LONG[:50], 2), Kept(LONG[:60], 1)], LONG, 1),
+        ([Kept(LONG[:50], 2), Kept(LONG[:50], 1)], LONG, 0),
+        ([Kept(LONG[:10], 2), Kept([])], LONG, 1),  # a tenth is too little to count
+        ([Kept(LONG[:11], 2), Kept([])], LONG, 0),
+        ([Kept([7], 5), Kept([8], 3), Kept([9], 4)], LONG, 1),
+        ([Kept([7], 5), Kept([]), Kept([])], LONG, 1),
+        ([Kept([]), Kept([])], [], 0),
+    ],
+)
+def test_the_slot_that_costs_least(slots, prompt, best):
+    assert choose(slots, prompt) == best
+
+
+def test_only_free_slots_are_chosen():
+    assert choose([Kept(LONG, 1), Kept([8], 3), Kept([9], 2)], LONG, free=[1, 2]) == 2
+
+
+async def ask(service, prompt, **fields):
+    """Slot and usage of an answer."""
+    request = GenerationRequest(TokenPrompt(prompt), max_tokens=4, sampling=GREEDY, ignore_eos=True, **fields)
+    async with service.generate(request) as generation:
+        parts = [part async for part in generation]
+    assert isinstance(parts[-1], Done)
+    return parts[-1].timings.slot, parts[-1].usage.cached_tokens
+
+
+@pytest.fixture
+async def service():
+    config = Config(models=(ModelConfig(path=tiny_model(), slots=2, n_ctx=512),))
+    with trio.fail_after(40):
+        async with open_service(config) as service:
+            await service.wait_started()
+            yield service
+
+
+async def test_conversations_stay_in_their_slots(service):
+    first, second = list(range(10, 60)), list(range(100, 150))
+    assert await ask(service, first) == (0, 0)
+    assert await ask(service, second) == (1, 0)
+    assert await ask(service, [*second, 9, 9, 9]) == (1, 50)
+    assert await ask(service, [*first, 9, 9, 9]) == (0, 50)
+    assert await ask(service, first) == (0, 48)
+
+
+async def test_a_stranger_takes_the_slot_that_was_unused_longest(service):
+    first, second, third = (list(range(start, start + 50)) for start in (10, 100, 200))
+    await ask(service, first)
+    await ask(service, second)
+    assert await ask(service, third) == (0, 0)
+    assert await ask(service, first) == (1, 0), "its slot was taken"
+
+
+async def test_a_request_can_do_without(service):
+    prompt = list(range(10, 60))
+    await ask(service, prompt)
+    assert (await ask(service, prompt, cache_prompt=False))[1] == 0
+    assert (await ask(service, prompt))[1] == 48
+
+
+async def test_a_model_can_do_without():
+    config = Config(models=(ModelConfig(path=tiny_model(), n_ctx=512, cache_prompt=False),))
+    async with open_service(config) as service:
+        prompt = list(range(10, 60))
+        assert [await ask(service, prompt) for _ in range(2)] == [(0, 0), (0, 0)]
+
+
+async def test_nothing_is_kept_over_an_unload(service):
+    prompt = list(range(10, 60))
+    await ask(service, prompt)
+    (model,) = service.registry
+    await model.unload()
+    assert await ask(service, prompt) == (0, 0)
