@@ -1,4 +1,4 @@
-"""TLS at the listener, with a certificate made for the occasion."""
+"""TLS at the listener, with a certificate made for the occasion, and what a stream does at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from http_harness import COMPLETIONS, Client, H2Client, completion, connect, exp
 
 from trioserve.config import Config
 from trioserve.errors import ConfigError
-from trioserve.http.listener import bind, url
+from trioserve.http.listener import BoundedStream, SendLimits, bind, url
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -107,3 +107,14 @@ def test_files_that_do_not_go_together_are_refused(certificate, tmp_path, wrong)
         files[name].write_text("")
     with pytest.raises(ConfigError, match="certfile and keyfile can't be used"):
         bind(Config(port=0, **files))
+
+
+async def test_a_send_into_a_connection_that_is_being_closed_meets_a_broken_one():
+    """Which Hypercorn expects, and not that somebody else is at the stream."""
+    here, there = trio.socket.socketpair()
+    with there:
+        stream = trio.SocketStream(here)
+        async with BoundedStream(stream, SendLimits(5)) as bounded:
+            with stream._send_conflict_detector, pytest.raises(trio.BrokenResourceError, match="being closed"):
+                await bounded.send_all(b"late")
+            await bounded.send_all(b"in time")

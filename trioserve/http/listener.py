@@ -86,7 +86,11 @@ class BoundedStream(trio.abc.HalfCloseableStream):
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send, or break the connection when the peer takes nothing for too long."""
         with self._limits.bound() as scope:
-            await self._stream.send_all(data)
+            try:
+                await self._stream.send_all(data)
+            except trio.BusyResourceError:
+                # Hypercorn sends under a lock, and ends the connection without it: the client has left meanwhile.
+                raise trio.BrokenResourceError("the connection is being closed") from None
         if scope.cancelled_caught:
             await trio.aclose_forcefully(self._stream)
             raise trio.BrokenResourceError("the peer took no data for too long")
