@@ -30,6 +30,9 @@ SERVER_DEFAULTS = {
     "drain_timeout_ms": 30000,
     "send_timeout_ms": 30000,
     "max_request_body_bytes": 33554432,
+    "api_keys": (),
+    "admin_keys": (),
+    "cors_origins": (),
     "management": False,
     "model_roots": (),
     "max_loaded_models": 0,
@@ -176,6 +179,13 @@ def test_model_refuses(name, value):
         ("log_format", "xml"),
         ("log_level", "INFO"),
         ("log_prompts", 0),
+        ("cors_origins", ("https://a.example/",)),
+        ("cors_origins", ("a.example",)),
+        ("cors_origins", ("https://A.example",)),
+        ("cors_origins", ("https://a.example https://b.example",)),
+        ("cors_origins", ("",)),
+        ("cors_origins", ("null",)),
+        ("cors_origins", "*"),
         ("models", [{"path": "a.gguf"}, {"path": "b/a.gguf"}]),
         ("unheard_of", 1),
     ],
@@ -191,6 +201,12 @@ def test_half_of_tls_is_refused(given):
     with pytest.raises(ValidationError, match="needed together"):
         Config(**given)
     assert Config(certfile="c.pem", keyfile="k.pem").keyfile == Path("k.pem")
+
+
+def test_origins_are_taken_as_browsers_send_them():
+    origins = ("https://a.example", "http://localhost:3000", "http://[::1]:8080", "chrome-extension://abc", "*")
+    assert Config(cors_origins=origins).cors_origins == origins
+    assert load(model="m.gguf", cors_origins="https://a.example, *").cors_origins == ("https://a.example", "*")
 
 
 def test_configuration_is_frozen():
@@ -654,7 +670,9 @@ def test_every_setting_says_what_it_is_for():
     for info in settings():
         assert re.fullmatch(r"\S.*[.]", info.description), info.name
         assert (info.default == "") == (info.name == "path"), info.name
-        assert info.range or info.kind in {"text", "path", "list of paths", "text or @file"}, info.name
+        assert info.range or info.kind in {"text", "path", "list", "list of paths", "list of keys", "text or @file"}, (
+            info.name
+        )
 
 
 def test_descriptions_of_kinds():

@@ -239,9 +239,9 @@ def test_example_configuration_loads(tmp_path):
     as_it_is = tmp_path / "as_it_is.toml"
     as_it_is.write_text(text)
     assert load_config(as_it_is, {}, {"model": str(model)}).busy_timeout_ms == 60_000
-    # With everything that is commented out; the files that TLS asks for have to be there.
-    for name in ("server.crt", "server.key"):
-        (tmp_path / name).touch()
+    # With everything that is commented out; the files that are named have to be there.
+    for name in ("server.crt", "server.key", "keys", "admin-keys"):
+        (tmp_path / name).write_text("sk")
     everything = tmp_path / "everything.toml"
     everything.write_text(re.sub(r"^#(?=[\w\[])", "", text, flags=re.MULTILINE))
     assert [entry.id for entry in load_config(everything, {}, {}).models] == ["small", "large"]

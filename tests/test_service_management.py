@@ -537,6 +537,101 @@ async def test_links_into_a_root_and_subfolders_are_fine(service_with, make_mode
             assert (await service.management.load({"id": name, "path": str(path)})).loaded
 
 
+@pytest.fixture
+def outside(tmp_path, make_model_file):
+    """A model's file beside the root."""
+    folder = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    folder.mkdir()
+    file = folder / "secret.gguf"
+    file.write_bytes(make_model_file("x.gguf").read_bytes())
+    return file
+
+
+async def test_no_spelling_of_a_path_leads_out_of_the_roots(service_with, tmp_path, outside, monkeypatch):
+    monkeypatch.chdir(outside.parent)
+    (tmp_path / "chain.gguf").symlink_to("chain2.gguf")
+    (tmp_path / "chain2.gguf").symlink_to(outside)
+    (tmp_path / "dangling.gguf").symlink_to(outside.parent / "none.gguf")
+    (tmp_path / "up").symlink_to("..")
+    (tmp_path / "proc").symlink_to("/proc/self/cwd")
+    with outside.open("rb") as opened:
+        names = [
+            "secret.gguf",
+            "./secret.gguf",
+            f"{tmp_path}/./../{outside.parent.name}/secret.gguf",
+            f"{tmp_path}/none/../../{outside.parent.name}/secret.gguf",
+            f"{tmp_path}/chain.gguf",
+            f"{tmp_path}/dangling.gguf",
+            f"{tmp_path}/up/{outside.parent.name}/secret.gguf",
+            f"{tmp_path}/proc/secret.gguf",
+            f"//{outside}",
+            f"/proc/self/root{outside}",
+            f"/proc/thread-self/root{outside}",
+            "/proc/self/cwd/secret.gguf",
+            f"/proc/self/fd/{opened.fileno()}",
+            f"/dev/fd/{opened.fileno()}",
+            f"{tmp_path}/../../../../../../../../../proc/self/root{outside}",
+            "~/secret.gguf",
+            f"{tmp_path}\ud800.gguf",
+            "/dev/zero",
+            "/",
+        ]
+        async with service_with() as service:
+            for name in names:
+                with pytest.raises(InvalidRequestError, match="model_roots") as caught:
+                    await service.management.load({"id": "new", "path": name})
+                assert caught.value.param == "path"
+            for name in (f"{tmp_path}/m.gguf\0", f"{outside}\0/{tmp_path}/m.gguf", "\0"):
+                with pytest.raises(InvalidRequestError, match="NUL"):
+                    await service.management.load({"id": "new", "path": name})
+            assert ids(service) == ["m", "other"]
+
+
+async def test_ways_that_end_below_a_root_are_fine(service_with, make_model_file, tmp_path, monkeypatch):
+    inside = make_model_file("inside.gguf")
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    async with service_with() as service:
+        for number, name in enumerate(("../inside.gguf", f"{tmp_path}/sub/../inside.gguf", f"/proc/self/root{inside}")):
+            assert (await service.management.load({"id": f"new{number}", "path": name})).loaded
+            assert service.registry.get(f"new{number}").config.path == inside, "what was judged is what is opened"
+
+
+async def test_a_root_that_is_a_link_is_the_folder_that_it_leads_to(service_for, make_model_file, tmp_path, outside):
+    root = tmp_path / "root"
+    root.symlink_to(outside.parent)
+    async with service_for(management=True, model_roots=(root,)) as service:
+        for path in (root / "secret.gguf", outside):
+            assert (await service.management.load({"id": f"by {path}", "path": str(path)})).loaded
+        with pytest.raises(InvalidRequestError, match="model_roots"):
+            await service.management.load({"path": str(make_model_file("beside.gguf"))})
+
+
+async def test_a_link_that_is_led_elsewhere_later_is_not_followed(service_with, make_model_file, tmp_path, outside):
+    make_model_file("inside.gguf")
+    link = tmp_path / "link.gguf"
+    link.symlink_to("inside.gguf")
+    async with service_with() as service:
+        assert (await service.management.load({"path": str(link)})).id == "link"
+        await service.management.unload("link")
+        link.unlink()
+        link.symlink_to(outside)
+        assert await use(service, "link") == ANSWER
+        assert service.registry.get("link").pool.weights.name == "inside"
+        with pytest.raises(InvalidRequestError, match="model_roots"):
+            await service.management.load({"path": str(link)})
+
+
+async def test_the_operators_own_link_stays_a_link(service_for, make_model_file, tmp_path, outside):
+    link = tmp_path / "current.gguf"
+    link.symlink_to(outside)
+    model = ModelConfig(path=link, id="m", lazy=True)
+    async with service_for(model, management=True) as service:
+        assert (await service.management.load({"id": "m", "n_ctx": 512})).n_ctx == 512
+        assert (await service.management.load({"id": "m", "path": str(link)})).loaded
+        assert service.registry.get("m").config.path == link
+
+
 async def test_without_roots_only_files_in_use_can_be_loaded(service_for, model_file, make_model_file):
     async with service_for(management=True) as service:
         with pytest.raises(InvalidRequestError, match="model_roots"):

@@ -32,6 +32,7 @@ _METAVARS = {
     "text or @file": "TEXT|@FILE",
     "list": "A,B",
     "list of paths": "FOLDER,FOLDER",
+    "list of keys": "KEY,KEY|@FILE",
 }
 
 

@@ -7,6 +7,7 @@
     │   ├── ChatTemplateError          the model's template refused the messages          400
     │   └── InvalidModelError          the model file or its options are wrong            400
     ├── AuthenticationError            the client: no key, or a wrong one                 401
+    ├── PermissionDeniedError          the client: a key that does not open this route    403
     ├── ManagementDisabledError        the operator keeps management off                  403
     ├── ModelNotFoundError             the client: unknown model id                       404
     ├── RouteNotFoundError             the client: unknown route                          404
@@ -84,6 +85,14 @@ class AuthenticationError(TrioserveError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class PermissionDeniedError(TrioserveError):
+    """The request's key is one of the server's, and not one that opens this route."""
+
+    status = 403
+    type = "permission_denied"
+    code = "permission_denied"
 
 
 class ManagementDisabledError(TrioserveError):

@@ -15,6 +15,7 @@ import trio
 from trioserve.config import Config
 from trioserve.errors import TrioserveError
 from trioserve.http.app import create_app
+from trioserve.http.auth import exposure
 from trioserve.http.listener import bind, serve_http, url
 from trioserve.logs import configure_logging
 from trioserve.service import Service, open_service
@@ -46,6 +47,8 @@ def serve(config: Config) -> int:
     check_models(config)
     sock = bind(config)
     log = configure_logging(config.log_format, config.log_level, background=True)
+    if (warning := exposure(config, None if sock.family == socket.AF_UNIX else sock.getsockname()[0])) is not None:
+        logger.warning("%s", warning)
     with sock:
         try:
             return trio.run(_main, config, sock)

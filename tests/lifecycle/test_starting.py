@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import stat
 import sys
@@ -193,10 +194,14 @@ def socket_path():
 
 def test_unix_socket(socket_path):
     args = ("--host", f"unix:{socket_path}", "--slots", "1", "--n-ctx", "256")
-    for _ in range(2):  # what a server leaves behind is no obstacle to the next one
-        with Daemon(*args) as daemon, http(daemon.url) as client:
-            assert daemon.url == f"unix:{socket_path}"
-            assert stat.S_ISSOCK(os.stat(socket_path).st_mode)
-            assert ask(client, exactly(2, stream=True)).finish_reason == "length"
-            client.close()
-            assert daemon.stop() == 0
+    with Daemon(*args, "--lazy") as killed:
+        killed.signal(signal.SIGKILL)
+        killed.wait(30)
+    assert stat.S_ISSOCK(os.stat(socket_path).st_mode), "what a killed server leaves behind is no obstacle to the next"
+    with Daemon(*args) as daemon, http(daemon.url) as client:
+        assert daemon.url == f"unix:{socket_path}"
+        assert "another server does" in refused(*args)
+        assert ask(client, exactly(2, stream=True)).finish_reason == "length"
+        client.close()
+        assert daemon.stop() == 0
+    assert not socket_path.exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trioserve.config.description import Scope, settings
+from trioserve.config.keys import KEYS
 from trioserve.config.sources import did_you_mean
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def explain(error: ValidationError, scope: Scope) -> Problem:
         return Problem(name, f"{name}: is required")
     if first["type"] == "value_error":
         return Problem(name, f"{name}: {first['ctx']['error']}")
-    return Problem(name, f"{name}: {shown_value(first['input'])} is not {known[name].expected}")
+    given = "what is given" if known[name].kind == KEYS else shown_value(first["input"])
+    return Problem(name, f"{name}: {given} is not {known[name].expected}")
 
 
 def shown_value(value: object) -> str:

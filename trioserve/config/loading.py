@@ -98,7 +98,7 @@ def _build_model(entry: Entry) -> ModelConfig:
 def _build_config(given: Mapping[str, Given], models: tuple[ModelConfig, ...]) -> Config:
     values = {name: item.value for name, item in given.items()}
     try:
-        config = Config.model_validate({**values, "models": models})
+        config = Config.model_validate({**values, "models": models}, context={"read_files": True})
     except ValidationError as error:
         raise _explained(error, "server", given, "not given") from None
     for info in settings():

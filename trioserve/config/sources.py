@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trioserve.config.description import SettingInfo, settings, settings_by_flag
+from trioserve.config.keys import KEYS
 from trioserve.config.table import PATHS, TEXT_OR_FILE
 from trioserve.errors import ConfigError
 from trioserve.logs import one_line
@@ -95,6 +96,9 @@ def parse_text(info: SettingInfo, text: str) -> object:
         return int(word) if _INTEGER.fullmatch(word) else text
     if info.kind == "choice":
         return word if word in info.choices else text
+    if info.kind == KEYS:
+        # An empty one stays, to be refused: a variable that was left empty must not open the server.
+        return tuple(part.strip() for part in text.split(","))
     if info.kind in {"list", PATHS}:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
@@ -224,8 +228,15 @@ def _beside_file(info: SettingInfo, value: object, folder: Path) -> object:
     """Return a file's value with relative paths made absolute from the file's folder, and a list as a tuple."""
     if info.kind == "path" and isinstance(value, str) and value:
         return str(folder / value)
-    if info.kind == TEXT_OR_FILE and isinstance(value, str) and value.startswith("@") and len(value) > 1:
-        return f"@{folder / value[1:]}"
+    if info.kind == TEXT_OR_FILE:
+        return _file_beside(value, folder)
+    if info.kind == KEYS and isinstance(value, list):
+        return tuple(_file_beside(item, folder) for item in value)
     if info.kind == PATHS and isinstance(value, list):
         return tuple(str(folder / item) if isinstance(item, str) and item else item for item in value)
     return tuple(value) if info.kind == "list" and isinstance(value, list) else value
+
+
+def _file_beside(value: object, folder: Path) -> object:
+    """Return a value, with the name made absolute where it is ``@file``."""
+    return f"@{folder / value[1:]}" if isinstance(value, str) and value.startswith("@") and len(value) > 1 else value

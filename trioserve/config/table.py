@@ -8,11 +8,15 @@ it in words.
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from trioserve.config.keys import KEYS, Keys
+from trioserve.config.text_files import bounded_text
 
 __all__ = ["MAX_MODEL_ID_CHARS", "Config", "ModelConfig"]
 
@@ -24,6 +28,7 @@ DEFAULT_UBATCH = 512
 QUANTISED_KV_DTYPES = frozenset({"q8_0", "q4_0"})
 TEXT_OR_FILE = "text or @file"
 PATHS = "list of paths"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:[0-9]{1,5})?|[a-z]+://\[[0-9a-f:.]+\](:[0-9]{1,5})?", re.ASCII)
 
 
 def _checked_path(value: object) -> object:
@@ -48,25 +53,6 @@ def _file_stem(validated: dict[str, Any]) -> str:
 def _ubatch_within(validated: dict[str, Any]) -> int:
     n_batch: int = validated["n_batch"]
     return min(DEFAULT_UBATCH, n_batch)
-
-
-def _template_text(path: Path) -> str:
-    """Return the text of a chat template's file.
-
-    Raises:
-        ValueError: it cannot be read, is no UTF-8 text, or is larger than ``MAX_TEMPLATE_BYTES``.
-    """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_TEMPLATE_BYTES + 1)
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{str(path)!r} is not UTF-8 text") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
-    if len(content) > MAX_TEMPLATE_BYTES:
-        raise ValueError(f"{str(path)!r} is larger than {MAX_TEMPLATE_BYTES} bytes")
-    return text
 
 
 class ModelConfig(BaseModel):
@@ -191,16 +177,20 @@ class ModelConfig(BaseModel):
             return value
         if not (info.context or {}).get("read_files"):
             raise ValueError("'@file' is read for the operator's configuration only")
-        text = _template_text(Path(value[1:]))
+        text = bounded_text(Path(value[1:]), MAX_TEMPLATE_BYTES)
         if not text:
             raise ValueError(f"{value[1:]!r} is empty")
         return text
 
 
 class Config(BaseModel):
-    """Everything the operator decides: the server's settings and its models, in the order in which they were named."""
+    """Everything the operator decides: the server's settings and its models, in the order in which they were named.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    Keys of the form ``@file`` are read under the validation context ``{"read_files": True}``, as a chat template is.
+    """
+
+    # Among the inputs are keys.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
     host: str = Field(
         default="127.0.0.1",
@@ -225,6 +215,24 @@ class Config(BaseModel):
     )
     max_request_body_bytes: Annotated[int, Field(ge=1, le=MAX_INT)] = Field(
         default=33_554_432, description="Largest body of a request, in bytes; a larger one is refused with status 413."
+    )
+    api_keys: Keys = Field(
+        default=(),
+        description="Keys of which a request needs one, or @ and the name of a file with one key per line. Without "
+        "any, whoever reaches the server may use it.",
+        json_schema_extra={"default_text": "none", "kind": KEYS},
+    )
+    admin_keys: Keys = Field(
+        default=(),
+        description="Keys of which a call of a management route needs one; they open the other routes as well. Without "
+        "any, api_keys open everything.",
+        json_schema_extra={"default_text": "none", "kind": KEYS},
+    )
+    cors_origins: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Origins whose pages in a browser may use the server, such as https://chat.example, or * for all.",
+        json_schema_extra={"default_text": "none"},
     )
     management: bool = Field(
         default=False,
@@ -287,6 +295,14 @@ class Config(BaseModel):
             raise ValueError(f"{value!r} names no address")
         if not value.isprintable():
             raise ValueError(f"{value!r} holds characters that cannot be printed")
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins_are_as_browsers_send_them(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin: write scheme://host or scheme://host:port, or *")
         return value
 
     @field_validator("keyfile")

@@ -32,6 +32,8 @@ RETRY_AFTER = {"server_busy": b"1", "shutting_down": b"5", "model_load_failed": 
 def error_headers(error: TrioserveError) -> list[Header]:
     """Headers of an error's response."""
     headers = [(b"content-type", b"application/json")]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.code in RETRY_AFTER:
         headers.append((b"retry-after", RETRY_AFTER[error.code]))
     return headers
@@ -46,10 +48,17 @@ class Exchange:
         send: of the ASGI call.
         send_timeout: seconds that one message may take to be handed to the transport.
         closing: tells whether the connection shall close after this response.
+        headers: added to those of the response.
     """
 
     def __init__(
-        self, scope: Message, receive: Receive, send: Send, send_timeout: float, closing: Callable[[], bool]
+        self,
+        scope: Message,
+        receive: Receive,
+        send: Send,
+        send_timeout: float,
+        closing: Callable[[], bool],
+        headers: Iterable[Header] = (),
     ) -> None:
         self.resources = ExitStack()
         self.request_id = _request_id(scope["headers"])
@@ -61,6 +70,7 @@ class Exchange:
         self._raw_send = send
         self._send_timeout = send_timeout
         self._closing = closing
+        self._more_headers = list(headers)
         self._sending_since: float | None = None
         scope[_KEY] = self
 
@@ -116,10 +126,13 @@ class Exchange:
     async def refuse(self, error: TrioserveError) -> None:
         """Answer with an error, without the application."""
         body = error_body(error)
-        headers = [*error_headers(error), (b"content-length", str(len(body)).encode())]
+        await self.reply(error.status, [*error_headers(error), (b"content-length", str(len(body)).encode())], body)
+
+    async def reply(self, status: int, headers: Iterable[Header], body: bytes = b"") -> None:
+        """Answer without the application."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._hear_out)
-            await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+            await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
             await self.send({"type": "http.response.body", "body": body, "more_body": True})
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})
             nursery.cancel_scope.cancel()
@@ -143,7 +156,7 @@ class Exchange:
         self.started = True
         headers = list(message.get("headers", []))
         self._is_stream = any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers)
-        headers.append((b"x-request-id", self.request_id.encode()))
+        headers += [(b"x-request-id", self.request_id.encode()), *self._more_headers]
         if self._http1 and self._closing():
             headers.append((b"connection", b"close"))
         message["headers"] = headers

@@ -1,4 +1,4 @@
-"""Around every request: its identity, its resources, its bounds, and what a drain means for it."""
+"""Around every request: its identity, its right to be here, its resources and bounds, and what a drain means for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Any
 
 import trio
 
-from trioserve.errors import RouteNotFoundError, ShuttingDownError, TrioserveError
+from trioserve.errors import (
+    AuthenticationError,
+    PermissionDeniedError,
+    RouteNotFoundError,
+    ShuttingDownError,
+    TrioserveError,
+)
+from trioserve.http.auth import Keyring, route_kind
+from trioserve.http.cors import Cors
 from trioserve.http.exchange import ClientStalledError, Exchange, Message, Receive, Send
 from trioserve.scheduling.lifecycle import ProcessPhase
 from trioserve.service import Service
@@ -41,14 +49,18 @@ class Guard:
         self._app = app
         self._service = service
         self._send_timeout = service.config.send_timeout_ms / 1000
+        self._keyring = Keyring.of(service.config)
+        self._cors = Cors(service.config.cors_origins)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             send = _as_handshake(send)
         elif scope["type"] != "http":
             raise NotImplementedError(f"{scope['type']} is not served here")
-        scope["path"] = _origin_form(scope["path"])
-        exchange = Exchange(scope, receive, send, self._send_timeout, self._draining)
+        # From here on there is one path: what is judged by it is what is routed by it.
+        scope["path"], scope["root_path"] = _origin_form(_below_root(scope)), ""
+        more_headers = self._cors.response_headers(scope["headers"])
+        exchange = Exchange(scope, receive, send, self._send_timeout, self._draining, more_headers)
         with exchange.resources:
             try:
                 await self._serve(scope, exchange)
@@ -56,6 +68,15 @@ class Guard:
                 await self._bury(error, exchange)
 
     async def _serve(self, scope: Message, exchange: Exchange) -> None:
+        method, headers = scope.get("method", "GET"), scope["headers"]  # a websocket has no method
+        preflight = self._cors.preflight_headers(method, headers)
+        if preflight is not None:  # browsers send no key with it
+            await exchange.reply(204, preflight)
+            return
+        refusal = self._keyring.judge(headers, route_kind(method, scope["path"]))
+        if refusal is not None:
+            await self._deny(refusal, scope, exchange)
+            return
         if scope["type"] == "websocket":
             await exchange.refuse(RouteNotFoundError("websockets are not served here"))
             return
@@ -69,6 +90,14 @@ class Guard:
             nursery.start_soon(exchange.watch)
             await self._app(scope, exchange.receive, exchange.send)
             nursery.cancel_scope.cancel()
+
+    async def _deny(
+        self, refusal: AuthenticationError | PermissionDeniedError, scope: Message, exchange: Exchange
+    ) -> None:
+        client, *_ = scope.get("client") or ["-"]
+        fields = {"request_id": exchange.request_id, "code": refusal.code, "client": client}
+        logger.info("request denied", extra={"fields": fields})
+        await exchange.refuse(refusal)
 
     def _draining(self) -> bool:
         return self._service.phase is not ProcessPhase.SERVING
@@ -90,6 +119,13 @@ class Guard:
         if cancelled is not None:
             await exchange.give_up(ShuttingDownError("the server is shutting down and gave this request up"))
         raise rest
+
+
+def _below_root(scope: Message) -> str:
+    """The path without the prefix under which the server is mounted."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "").rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def _origin_form(path: str) -> str:

@@ -12,6 +12,7 @@ import math
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -24,6 +25,7 @@ from hypercorn.typing import ConnectionState
 
 from trioserve.config import Config
 from trioserve.errors import ConfigError
+from trioserve.http.socket_file import check_unused, removed_at_the_end
 
 logger = logging.getLogger("trioserve.http")
 
@@ -84,7 +86,11 @@ class BoundedStream(trio.abc.HalfCloseableStream):
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send, or break the connection when the peer takes nothing for too long."""
         with self._limits.bound() as scope:
-            await self._stream.send_all(data)
+            try:
+                await self._stream.send_all(data)
+            except trio.BusyResourceError:
+                # Hypercorn sends under a lock, and ends the connection without it: the client has left meanwhile.
+                raise trio.BrokenResourceError("the connection is being closed") from None
         if scope.cancelled_caught:
             await trio.aclose_forcefully(self._stream)
             raise trio.BrokenResourceError("the peer took no data for too long")
@@ -178,6 +184,8 @@ def bind(config: Config) -> socket.socket:
         theirs.create_ssl_context()
     except OSError as error:  # SSLError is one
         raise ConfigError(f"certfile and keyfile can't be used: {error}", param="certfile") from None
+    if config.host.startswith("unix:"):  # or Hypercorn would remove the file, whoever listens
+        check_unused(Path(config.host.removeprefix("unix:")))
     try:
         sockets = theirs.create_sockets()
     except OSError as error:
@@ -213,7 +221,8 @@ async def serve_http(app: Any, config: Config, sock: socket.socket, until: Calla
         async with trio.open_nursery() as accepting:
             listeners = [_listener(theirs, sock, limits)]
             accepting.start_soon(partial(trio.serve_listeners, handler, listeners, handler_nursery=connections))
-            await until()
+            with removed_at_the_end(sock):
+                await until()
             accepting.cancel_scope.cancel()
         await context.terminated.set()
         now = trio.current_time()

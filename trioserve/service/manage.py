@@ -191,8 +191,7 @@ class Management:
 
     def _merged(self, settings: Mapping[str, object], before: ModelConfig | None) -> ModelConfig:
         config = _validated(settings, before)
-        self._check_root(config.path)
-        return config
+        return config.model_copy(update={"path": self._confined(config.path)})
 
     def _registered(self, model_id: object) -> Model | None:
         return self._registry.get(model_id) if isinstance(model_id, str) else None
@@ -209,13 +208,20 @@ class Management:
         logger.info("model %s is registered", model.id, extra={"fields": {"path": str(config.path)}})
         return model
 
-    def _check_root(self, path: Path) -> None:
-        """Requests may name files below ``model_roots``, and those that are registered already."""
+    def _confined(self, path: Path) -> Path:
+        """Return where a file lies that a request names: below ``model_roots``, or in use by a registered model.
+
+        A link is replaced by what it leads to now. Led elsewhere later, it must not be followed when the model is
+        loaded again. A name that is registered already stays as its owner wrote it.
+        """
+        registered = {model.config.path for model in self._registry}
+        if path in registered:
+            return path
         real = _resolved(path)
-        known = {_resolved(model.config.path) for model in self._registry}
         roots = [root for root in map(_resolved, self._config.model_roots) if root is not None]
-        if real is not None and (real in known or any(real.is_relative_to(root) for root in roots)):
-            return
+        below = real is not None and any(real.is_relative_to(root) for root in roots)
+        if real is not None and (below or real in set(map(_resolved, registered))):
+            return real
         raise InvalidRequestError(
             f"path: {str(path)!r} is not below a folder that requests may load from (model_roots)", param="path"
         )

@@ -1,0 +1,120 @@
+"""TLS at the listener, with a certificate made for the occasion, and what a stream does at the end."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+
+import pytest
+import trio
+from http_harness import COMPLETIONS, Client, H2Client, completion, connect, expected, running
+
+from trioserve.config import Config
+from trioserve.errors import ConfigError
+from trioserve.http.listener import BoundedStream, SendLimits, bind, url
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+
+
+def make_certificate(folder, name="server"):
+    """A certificate for localhost that vouches for itself, and its key."""
+    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
+    kind = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command = ["openssl", *kind.split(), *names, "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    return {"certfile": certificate, "keyfile": key}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+async def secure_stream(server, certificate, *protocols):
+    context = ssl.create_default_context(cafile=certificate["certfile"])
+    context.set_alpn_protocols(protocols)
+    stream = trio.SSLStream(await connect(server.port), context, server_hostname="localhost", https_compatible=True)
+    with trio.fail_after(20):
+        await stream.do_handshake()
+    return stream
+
+
+@needs_openssl
+async def test_http_1_over_tls(certificate):
+    async with running(**certificate) as server:
+        stream = await secure_stream(server, certificate, "http/1.1")
+        assert stream.selected_alpn_protocol() == "http/1.1"
+        assert stream.version() in ("TLSv1.2", "TLSv1.3")
+        async with Client(stream) as client:
+            for _ in range(2):
+                assert (await client.call(COMPLETIONS, completion(stream=True))).text == expected()
+
+
+@needs_openssl
+async def test_http_2_over_tls(certificate):
+    async with running(**certificate, api_keys=("sk",)) as server:
+        stream = await secure_stream(server, certificate, "h2")
+        assert stream.selected_alpn_protocol() == "h2"
+        client = H2Client(stream)
+        client.http.initiate_connection()
+        await client.flush()
+        async with client:
+            assert (await client.reply(await client.send(COMPLETIONS, completion()))).status == 401
+            reply = await client.reply(await client.send(COMPLETIONS, completion(), headers=[("x-api-key", "sk")]))
+            assert reply.text == expected()
+
+
+@needs_openssl
+async def test_clients_that_speak_no_tls_hurt_nobody(certificate):
+    async with running(**certificate) as server:
+        stream = await secure_stream(server, certificate)
+        async with Client(stream) as client:
+            for noise in (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01" + bytes(100), b""):
+                plain = await connect(server.port)
+                await plain.send_all(noise)
+                await plain.send_eof()
+                async with Client(plain) as stranger:
+                    assert b"HTTP/1.1 200" not in await stranger.eof()
+            assert (await client.call("/health/ready")).status == 200
+
+
+@needs_openssl
+async def test_a_drain_ends_connections_over_tls(certificate):
+    async with running(**certificate) as server, Client(await secure_stream(server, certificate)) as client:
+        assert (await client.call("/health/ready")).status == 200
+        with trio.fail_after(5):
+            await server.drain()
+
+
+@needs_openssl
+def test_the_address_says_that_it_is_secure(certificate):
+    config = Config(port=0, **certificate)
+    with bind(config) as sock:
+        assert url(config, sock).startswith("https://127.0.0.1:")
+
+
+@needs_openssl
+@pytest.mark.parametrize("wrong", ["another key", "no certificate", "an empty key"])
+def test_files_that_do_not_go_together_are_refused(certificate, tmp_path, wrong):
+    files = dict(certificate)
+    if wrong == "another key":
+        files["keyfile"] = make_certificate(tmp_path)["keyfile"]
+    else:
+        name = "certfile" if wrong == "no certificate" else "keyfile"
+        files[name] = tmp_path / "wrong.pem"
+        files[name].write_text("")
+    with pytest.raises(ConfigError, match="certfile and keyfile can't be used"):
+        bind(Config(port=0, **files))
+
+
+async def test_a_send_into_a_connection_that_is_being_closed_meets_a_broken_one():
+    """Which Hypercorn expects, and not that somebody else is at the stream."""
+    here, there = trio.socket.socketpair()
+    with there:
+        stream = trio.SocketStream(here)
+        async with BoundedStream(stream, SendLimits(5)) as bounded:
+            with stream._send_conflict_detector, pytest.raises(trio.BrokenResourceError, match="being closed"):
+                await bounded.send_all(b"late")
+            await bounded.send_all(b"in time")
