@@ -161,8 +161,9 @@ async def running(
                 try:
                     yield server
                 finally:
-                    for gate in (engine.load_gate, engine.session_gate, engine.step_gate):
-                        gate.open()
+                    if isinstance(engine, FakeEngine):
+                        for gate in (engine.load_gate, engine.session_gate, engine.step_gate):
+                            gate.open()
                     with trio.CancelScope(shield=True), trio.fail_after(SAFETY):
                         await server.drain()
                         for client in server.clients:

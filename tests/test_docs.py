@@ -103,7 +103,7 @@ def test_documented_defaults_are_those_of_sampling():
     rows = re.findall(r"^\| `(\w+)` \| .*? \| `(\S+)` \|", section(DOCS / "routes.md", "Common fields"), re.MULTILINE)
     documented = {name: float(value) for name, value in rows if hasattr(Sampling(), name) and name != "seed"}
     assert documented == {name: getattr(Sampling(), name) for name in documented}
-    assert len(documented) == 8
+    assert len(documented) == 10
 
 
 # -- errors

@@ -1,12 +1,13 @@
 """The sampler chain on tiny models: what each parameter does to an answer."""
 
 import dataclasses
+import math
 
 import pytest
 from tiny_models import BOS, GREEDY, answer, asking, finish, growth, loaded, opened, tiny_model
 
-from trioserve.engine.base import FinishReason
-from trioserve.engine.sampling import Sampling
+from trioserve.engine.base import FinishReason, Token
+from trioserve.engine.sampling import Dry, Mirostat, Sampling
 
 MIB = 1 << 20
 PROMPT = [BOS, 5, 6, 7, 300, 301]
@@ -223,3 +224,103 @@ def test_a_closed_session_gives_the_chains_of_its_live_sequences_back(weights):
             session.add(asking(PROMPT, 4, PENALISED))
 
     assert growth(leave_alive, 300, "RssAnon") < 4 * MIB
+
+
+# --- biases ---
+
+
+def test_a_bias_brings_a_token_in_or_keeps_it_out(answered, greedy):
+    banned = greedy[0]
+    assert set(answered(GREEDY, logit_bias=((7, 100.0),))) == {7}
+    assert banned not in answered(GREEDY, logit_bias=((banned, -float("inf")),))
+    assert answered(GREEDY, logit_bias=((banned, 0.0),)) == greedy
+
+
+def test_a_bias_counts_for_drawn_tokens_too(answered):
+    assert first_choices(answered, HOT, logit_bias=((9, 100.0),)) == {9}
+    assert 9 not in first_choices(answered, HOT, logit_bias=((9, -100.0),))
+
+
+# --- other ways to choose ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"typical_p": 0.01},
+        {"top_n_sigma": 0.01},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.0001},
+        {"dynatemp_range": 1.9, "dynatemp_exponent": 3.0},
+        {"mirostat": Mirostat(1, tau=0.5)},
+        {"mirostat": Mirostat(2, tau=0.5)},
+        {"dry": Dry(5.0, allowed_length=0, breakers=())},
+    ],
+    ids=lambda changes: "+".join(changes),
+)
+def test_each_parameter_has_an_effect_and_repeats_with_its_seed(answered, changes):
+    plain = [answered(FREE, seed=seed) for seed in range(6)]
+    changed = [answered(FREE, seed=seed, **changes) for seed in range(6)]
+    assert changed != plain
+    assert changed == [answered(FREE, seed=seed, **changes) for seed in range(6)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"typical_p": 1.0},
+        {"top_n_sigma": 0.0},
+        {"xtc_probability": 0.0},
+        {"dynatemp_range": 0.0},
+        {"mirostat": Mirostat(0, tau=0.1)},
+        {"dry": Dry(0.0, allowed_length=0)},
+    ],
+    ids=lambda changes: "+".join(changes),
+)
+def test_parameters_that_are_off_change_nothing(answered, changes):
+    assert answered(FREE, seed=3, **changes) == answered(FREE, seed=3)
+
+
+def test_narrow_truncation_leaves_the_greedy_answer(answered, greedy):
+    assert answered(FREE, top_n_sigma=1e-6) == greedy
+
+
+def test_dry_keeps_a_greedy_answer_from_repeating_itself(weights, answered):
+    looping = answered(GREEDY, max_tokens=200, repeat_penalty=0.1, repeat_last_n=64)
+    assert len(set(looping[-20:])) < 5, "without it the answer goes in circles"
+    dry = answered(GREEDY, max_tokens=200, repeat_penalty=0.1, repeat_last_n=64, dry=Dry(50.0, breakers=()))
+    assert len(set(dry[-20:])) > len(set(looping[-20:]))
+
+
+# --- how likely tokens were ---
+
+
+@pytest.mark.parametrize("top", [0, 1, 5])
+@pytest.mark.parametrize("base", [GREEDY, FREE, dataclasses.replace(GREEDY, logit_bias=((7, 100.0),))])
+def test_likelihoods_are_what_the_model_said(weights, top, base):
+    with opened(weights) as session:
+        session.add(asking(PROMPT, 5, base, logprobs=top, ignore_eos=True))
+        events = [event for _ in range(5) for event in session.step(1) if isinstance(event, Token)]
+    for event in events:
+        likelihood = event.likelihood
+        assert likelihood.chosen.token == event.token
+        assert len(likelihood.top) == top
+        found = [said.logprob for said in likelihood.top]
+        assert found == sorted(found, reverse=True)
+        assert likelihood.chosen.logprob <= 0
+        assert sum(map(math.exp, found)) <= 1 + 1e-9
+        if top and base == GREEDY:
+            assert likelihood.top[0] == likelihood.chosen
+
+
+def test_the_likelihoods_of_all_tokens_are_a_distribution(weights):
+    with opened(weights) as session:
+        session.add(asking(PROMPT, 1, GREEDY, logprobs=weights.vocab_size, ignore_eos=True))
+        (token, _) = session.step(1)
+    assert sum(math.exp(said.logprob) for said in token.likelihood.top) == pytest.approx(1)
+    assert {said.token for said in token.likelihood.top} == set(range(weights.vocab_size))
+
+
+def test_likelihoods_do_not_change_the_answer(weights, answered, greedy):
+    with opened(weights) as session:
+        number = session.add(asking(PROMPT, TOKENS, GREEDY, logprobs=5, ignore_eos=True))
+        assert finish(session, number)[0].tokens == greedy

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from trioserve.engine.sampling import Sampling
+from trioserve.engine.sampling import Dry, Mirostat, Sampling
 from trioserve.errors import InvalidRequestError
 from trioserve.http.body import decode_object
-from trioserve.http.completion import _sampling
+from trioserve.http.requests import batch_request, generation_request
 from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationFields
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import MAX_PROMPTS, CompletionRequest
@@ -28,6 +28,11 @@ INTEGERS = {  # name: least, most
     "repeat_last_n": (-1, 2**31 - 1),
     "seed": (-INT64, INT64 - 1),
     "busy_timeout_ms": (0, 2**31 - 1),
+    "mirostat": (0, 2),
+    "dry_allowed_length": (0, 2**31 - 1),
+    "dry_penalty_last_n": (-1, 2**31 - 1),
+    "n": (1, 128),
+    "top_logprobs": (0, 20),
 }
 NUMBERS = {
     "temperature": (0, 2),
@@ -36,15 +41,27 @@ NUMBERS = {
     "repeat_penalty": (None, 10),
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
+    "typical_p": (0, 1),
+    "top_n_sigma": (-1, 1000),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 1),
+    "dynatemp_range": (0, 2),
+    "dynatemp_exponent": (0, 10),
+    "mirostat_tau": (0, 100),
+    "mirostat_eta": (0, 1),
+    "dry_multiplier": (0, 100),
+    "dry_base": (1, 10),
 }
+NEEDED = {"top_logprobs": {"logprobs": True}}  # fields that make sense beside others only
 BOOLS = ("stream", "ignore_eos", "cache_prompt")
 NOT_INTEGERS = (True, False, "1", "", 1.5, 1.0, NAN, INF, -INF, [], [1], {}, {"a": 1})
 NOT_NUMBERS = (True, False, "1", "", [], [0.5], {}, {"a": 1})
 NOT_BOOLS = (0, 1, 1.0, "true", "", NAN, [], [True], {})
 NOT_TEXTS = (0, 1.5, True, NAN, [], ["a"], {}, {"a": 1})
 NOT_OBJECTS = (0, 1.5, True, "a", NAN, [], [{}])
-CHAT_ONLY = {"max_completion_tokens"}
-FIELDS = set(INTEGERS) | set(NUMBERS) | set(BOOLS) | {"model", "stream_options", "stop"}
+CHAT_ONLY = {"max_completion_tokens", "top_logprobs"}
+FIELDS = {*INTEGERS, *NUMBERS, *BOOLS, "model", "stream_options", "stop"}
+FIELDS |= {"best_of", "logit_bias", "dry_sequence_breakers"}
 
 
 def parse(schema, **fields):
@@ -74,8 +91,8 @@ def schemas_of(name):
 
 
 def test_the_tables_here_cover_every_field():
-    assert FIELDS | {"messages"} == set(ChatCompletionRequest.model_fields)
-    assert (FIELDS - CHAT_ONLY) | {"prompt"} == set(CompletionRequest.model_fields)
+    assert FIELDS | {"messages", "logprobs"} == set(ChatCompletionRequest.model_fields)
+    assert (FIELDS - CHAT_ONLY) | {"prompt", "logprobs"} == set(CompletionRequest.model_fields)
     assert set(GenerationFields.model_fields) == FIELDS - CHAT_ONLY
 
 
@@ -177,7 +194,7 @@ def test_bounds_belong_to_the_range(name, bounds):
     for schema in schemas_of(name):
         for bound in bounds:
             if bound is not None:
-                assert getattr(parse(schema, **{name: bound}), name) == bound
+                assert getattr(parse(schema, **{**NEEDED.get(name, {}), name: bound}), name) == bound
 
 
 @pytest.mark.parametrize(("name", "bounds"), INTEGERS.items())
@@ -186,7 +203,8 @@ def test_integers_beyond_the_bounds_are_refused_with_the_bound(name, bounds, ste
     least, most = bounds
     for schema in schemas_of(name):
         refused(schema, {**BASE[schema], name: least - step}, name, f"must be {least} or more")
-        refused(schema, {**BASE[schema], name: most + step}, name, f"must be less than {most + 1}")
+        words = f"must be less than {most + 1}" if most > 1000 else f"must be {most} or less"
+        refused(schema, {**BASE[schema], name: most + step}, name, words)
 
 
 @pytest.mark.parametrize(("name", "bounds"), NUMBERS.items())
@@ -243,8 +261,12 @@ def test_two_different_limits_contradict_each_other():
 # Sampling
 
 
+def sampling_of(**fields):
+    return generation_request(parse(ChatCompletionRequest, **fields), "id").sampling
+
+
 def test_what_is_not_given_is_the_default_of_sampling():
-    drawn = _sampling(parse(ChatCompletionRequest))
+    drawn = sampling_of()
     assert drawn == Sampling(seed=drawn.seed)
 
 
@@ -265,12 +287,12 @@ def test_what_is_not_given_is_the_default_of_sampling():
     ],
 )
 def test_zero_is_a_value_and_minus_one_is_all(field, value, attribute, meant):
-    assert getattr(_sampling(parse(ChatCompletionRequest, **{field: value})), attribute) == meant
+    assert getattr(sampling_of(**{field: value}), attribute) == meant
 
 
 def test_seeds_repeat_and_no_seed_is_a_fresh_one():
     def seeds(**fields):
-        return {_sampling(parse(ChatCompletionRequest, **fields)).seed for _ in range(8)}
+        return {sampling_of(**fields).seed for _ in range(8)}
 
     assert len(seeds(seed=-2)) == 1
     assert len(seeds(seed=-1)) > 1
@@ -356,26 +378,117 @@ def test_pairs_of_surrogates_are_characters(schema):
     assert parse(schema, **decoded).stops == ("\U0001f600",)
 
 
+# Choices, biases and logarithms of probability
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ({}, ()),
+        ([], ()),
+        ({"5": 1, "7": -100}, ((5, 1.0), (7, -100.0))),
+        ([[5, 0.5], [7, False]], ((5, 0.5), (7, -INF))),
+        ({"5": False}, ((5, -INF),)),
+    ],
+)
+def test_biases_in_both_forms(value, meant):
+    assert sampling_of(logit_bias=value).logit_bias == meant
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(0, True, "a", {"a": 1}, {"-1": 1}, {"1.5": 1}, {"": 1}, {"9" * 30: 1}, {"٣": 1}, {"5": 101}, {"5": -101}),
+        *({"5": None}, {"5": True}, {"5": "1"}, {"5": NAN}, {"5": INF}, [5, 1], [[5]], [[5, 1, 1]], [[-1, 1]]),
+        *([[True, 1]], [["5a", 1]], [[5.0, 1]], [{"5": 1}], [[2**40, 1]], [[1, 1]] * 4097),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_what_is_no_bias(schema, value):
+    refused(schema, {**BASE[schema], "logit_bias": value}, "logit_bias")
+
+
+def test_dry_and_mirostat_are_taken_apart():
+    sampling = sampling_of(
+        mirostat=2, mirostat_tau=3, dry_multiplier=0.8, dry_penalty_last_n=9, dry_sequence_breakers=["x"]
+    )
+    assert sampling.mirostat == Mirostat(2, tau=3.0)
+    assert sampling.dry == Dry(0.8, last_n=9, breakers=("x",))
+    assert sampling_of(dry_sequence_breakers=[]).dry.breakers == ()
+
+
+@BOTH
+@pytest.mark.parametrize("value", ["a", [1], [""], ["a" * 65], ["a"] * 65, {}, [None], ["\ud800"]])
+def test_what_is_no_list_of_breakers(schema, value):
+    with pytest.raises(InvalidRequestError, match=r"^dry_sequence_breakers") as caught:
+        parse(schema, dry_sequence_breakers=value)
+    assert caught.value.param.startswith("dry_sequence_breakers")
+
+
+@BOTH
+def test_each_choice_has_random_numbers_of_its_own(schema):
+    def seeds(**fields):
+        return [item.sampling.seed for item in batch_request(parse(schema, **fields), "id").items]
+
+    assert seeds(n=3, seed=42) == [42, 43, 44]
+    assert len(set(seeds(n=3))) == 3
+    assert len(seeds()) == 1
+
+
+def test_choices_of_several_prompts_stand_together():
+    items = batch_request(parse(CompletionRequest, prompt=["a", "b"], n=2, seed=1), "id").items
+    assert [item.prompt.text for item in items] == ["a", "a", "b", "b"]
+    assert [item.sampling.seed for item in items] == [1, 2, 1, 2]
+
+
+@BOTH
+def test_best_of_is_n_or_nothing(schema):
+    assert parse(schema, n=3, best_of=3).choices == 3
+    assert parse(schema, best_of=1).choices == 1
+    refused(schema, {**BASE[schema], "best_of": 3}, "best_of", "best_of is 3 and n is 1")
+    refused(schema, {**BASE[schema], "n": 2, "best_of": 1}, "best_of")
+
+
+def test_choices_of_all_prompts_together_have_a_bound():
+    refused(CompletionRequest, {"prompt": ["a"] * 100, "n": 21}, "n", "2100 answers", "2048")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reported"),
+    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 7}, 7)],
+)
+def test_logprobs_of_a_chat(fields, reported):
+    assert parse(ChatCompletionRequest, **fields).reported == reported
+
+
+def test_top_logprobs_need_logprobs():
+    refused(ChatCompletionRequest, {**BASE[ChatCompletionRequest], "top_logprobs": 1}, "top_logprobs", "not true")
+
+
+@pytest.mark.parametrize(("value", "reported"), [(None, None), (0, 0), (5, 5), (20, 20)])
+def test_logprobs_of_a_completion(value, reported):
+    assert parse(CompletionRequest, logprobs=value).reported == reported
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"), [(ChatCompletionRequest, NOT_BOOLS), (CompletionRequest, (*NOT_INTEGERS, -1, 21))]
+)
+def test_what_is_no_logprobs(schema, values):
+    for value in values:
+        refused(schema, {**BASE[schema], "logprobs": value}, "logprobs")
+
+
 # Fields that can't be honoured
 
 
 UNSUPPORTED = {
-    "n": ([1], [0, 2, True, "1", [1]]),
-    "best_of": ([1], [2, True]),
-    "logit_bias": ([{}, []], [{"5": 1}, [[5, 1]]]),
     "grammar": ([""], ["root ::= 'a'"]),
     "json_schema": ([{}], [{"type": "object"}]),
     "response_format": ([{"type": "text"}], [{"type": "json_object"}, {"type": "json_schema"}, {}, "text"]),
-    "mirostat": ([0], [1, False]),
-    "typical_p": ([1, 1.0], [0.5]),
-    "top_n_sigma": ([-1, 0], [1]),
-    "xtc_probability": ([0, 0.0], [0.1]),
-    "dry_multiplier": ([0, 0.0], [0.8]),
     "lora": ([[]], [[{"id": 0, "scale": 1}]]),
 }
 UNSUPPORTED_CHAT = {
-    "logprobs": ([False], [True, 1, 0]),
-    "top_logprobs": ([0], [1]),
     "tools": ([[]], [[{"type": "function"}]]),
     "tool_choice": (["none", "auto"], ["required", {"type": "function"}]),
     "functions": ([[]], [[{"name": "f"}]]),
@@ -386,7 +499,6 @@ UNSUPPORTED_CHAT = {
     "reasoning_effort": (["none"], ["low", "high"]),
 }
 UNSUPPORTED_COMPLETION = {
-    "logprobs": ([], [0, 1, 5, True]),
     "echo": ([False], [True, 0]),
     "suffix": ([""], ["the end"]),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from http_harness import COMPLETIONS, PROMPT, assert_error, chat, completion, expected, running, until
+from http_harness import CHAT, COMPLETIONS, PROMPT, assert_error, chat, completion, expected, running, until
 
 from trioserve.testing import FakeEngine
 
@@ -323,3 +323,28 @@ async def test_one_prompt_that_fails_fails_the_whole_completion(stream):
         assert reply.body.count(b'{"error":') == 1
     else:
         assert_error(reply, 500, "internal_error")
+
+
+# Several choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_n_gives_choices_by_index(stream):
+    async with running() as server:
+        reply = await server.call(CHAT, chat(n=3, stream=stream))
+        alone = await server.call(CHAT, chat())
+    if stream:
+        choices = [choice for chunk in reply.chunks for choice in chunk["choices"]]
+        assert [choice["index"] for choice in choices[:3]] == [0, 1, 2], "each begins with its role"
+        assert all(choice["delta"] == {"role": "assistant", "content": ""} for choice in choices[:3])
+        texts = ["".join(c["delta"].get("content", "") for c in choices if c["index"] == index) for index in range(3)]
+    else:
+        texts = [choice["message"]["content"] for choice in reply.json["choices"]]
+        assert reply.json["usage"]["completion_tokens"] == 24
+    assert texts == [alone.text] * 3
+
+
+async def test_a_task_gives_one_answer():
+    async with running() as server:
+        for path, body in ((RUN, chat(n=2)), (STREAM, completion(n=2))):
+            assert_error(await server.call(path, body), 400, "invalid_request_error", param="n")

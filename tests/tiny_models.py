@@ -191,7 +191,7 @@ def process_memory(*fields):
 
 def growth(action, times, *fields):
     """Bytes that the process grew by in so many rounds, after some to warm up."""
-    for _ in range(max(3, times // 20)):
+    for _ in range(max(3, times)):  # the allocator takes that long to settle
         action()
     before = process_memory(*fields)
     for _ in range(times):

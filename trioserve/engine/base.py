@@ -106,6 +106,7 @@ class SequenceRequest:
         sampling: how tokens are chosen.
         stops: strings that end the text and never appear in it.
         ignore_eos: go on after an end-of-generation token.
+        logprobs: how many of the most likely tokens to report with each token; None reports nothing.
         reuse: begin with what the session has kept of an earlier sequence, where that began in the same way.
     """
 
@@ -114,6 +115,7 @@ class SequenceRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
     reuse: bool = True
 
 
@@ -133,6 +135,29 @@ Work = SequenceRequest | EmbeddingInput
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was.
+
+    Attributes:
+        token: its id.
+        piece: its bytes, which need not be whole characters.
+        logprob: natural logarithm of the probability that the model gave it, before any sampling parameter.
+    """
+
+    token: int
+    piece: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """How likely a token was, and the most likely ones at its place, those first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """A sequence has grown by one token.
 
@@ -140,11 +165,13 @@ class Token:
         sequence: which one.
         token: its id in the vocabulary.
         text: what may be sent now: none while a character or a possible stop string is incomplete.
+        likelihood: where it was asked for.
     """
 
     sequence: int
     token: int
     text: str
+    likelihood: Likelihood | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,62 +4,40 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from quart import Response
 
 from trioserve.config import Config
-from trioserve.engine.sampling import Sampling, fold_seed
+from trioserve.engine.base import Likelihood
 from trioserve.http import render
 from trioserve.http.exchange import Exchange
-from trioserve.http.schemas.base import GenerationFields
+from trioserve.http.requests import Body, batch_request
 from trioserve.http.sse import DONE, EventStream, Source, frame
 from trioserve.service import (
-    BatchRequest,
     Done,
     Generation,
-    GenerationRequest,
     Part,
     Service,
     TextDelta,
     Usage,
 )
-from trioserve.service.requests import Prompt
 
 _CONTENT_TYPE = "application/json"
-_RANDOM_SEED = -1
-
-
-def generation_request(
-    fields: GenerationFields, prompt: Prompt, limit: int | None, request_id: str
-) -> GenerationRequest:
-    """Turn validated fields into what the service takes."""
-    return GenerationRequest(
-        prompt=prompt,
-        model=fields.model,
-        max_tokens=limit,
-        sampling=_sampling(fields),
-        stops=fields.stops,
-        ignore_eos=bool(fields.ignore_eos),
-        cache_prompt=fields.cache_prompt is not False,
-        busy_timeout_ms=fields.busy_timeout_ms,
-        request_id=request_id,
-    )
 
 
 async def answer(
     service: Service,
-    request: GenerationRequest | BatchRequest,
-    fields: GenerationFields,
+    body: Body,
     shape: render.Shape,
     exchange: Exchange,
 ) -> Response:
-    """Admit a request and answer it. Everything it holds is freed with the exchange."""
-    generation = await service.start(request, exchange.resources)
-    if not fields.stream:
+    """Admit what a body asks for and answer it. Everything it holds is freed with the exchange."""
+    generation = await service.start(batch_request(body, exchange.request_id), exchange.resources)
+    if not body.stream:
         return await _in_one_piece(generation, shape)
-    with_usage = bool(fields.stream_options and fields.stream_options.include_usage)
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
     return stream_response(service.config, _Chunks(generation, shape, with_usage=with_usage))
 
 
@@ -82,27 +60,35 @@ def stream_response(config: Config, source: Source, ending: bytes = DONE) -> Res
 
 async def _in_one_piece(generation: Generation, shape: render.Shape) -> Response:
     answers = await collect(generation)
-    choices = [shape.choice(text, done.finish_reason.value, index) for index, (text, done) in sorted(answers.items())]
+    choices = [
+        shape.choice("".join(part.text for part in parts), done.finish_reason.value, index, likelihoods_of(parts))
+        for index, (parts, done) in sorted(answers.items())
+    ]
     usage = sum((done.usage for _, done in answers.values()), start=Usage(0, 0))
     return Response(render.dumps(render.whole(shape, generation, choices, usage)), content_type=_CONTENT_TYPE)
 
 
-async def collect(generation: Generation) -> dict[int, tuple[str, Done]]:
+async def collect(generation: Generation) -> dict[int, tuple[list[TextDelta], Done]]:
     """Wait for all answers of a generation that is for all or nothing.
 
     Returns:
-        Text and end of each, by the index of its prompt.
+        Pieces and end of each, by the index of its prompt.
     """
-    texts: defaultdict[int, list[str]] = defaultdict(list)
+    texts: defaultdict[int, list[TextDelta]] = defaultdict(list)
     ends: dict[int, Done] = {}
     async for part in generation:
         if isinstance(part, TextDelta):
-            texts[part.index].append(part.text)
+            texts[part.index].append(part)
         elif isinstance(part, Done):
             ends[part.index] = part
         else:
             raise part.error
-    return {index: ("".join(texts[index]), done) for index, done in ends.items()}
+    return {index: (texts[index], done) for index, done in ends.items()}
+
+
+def likelihoods_of(parts: Iterable[TextDelta]) -> list[Likelihood]:
+    """Of all tokens of an answer."""
+    return [likelihood for part in parts for likelihood in part.likelihoods]
 
 
 class _Chunks:
@@ -127,7 +113,7 @@ class _Chunks:
 
     def _frames(self, part: Part) -> Iterator[bytes]:
         if isinstance(part, TextDelta):
-            yield self._frame([self._shape.piece(part.text, part.index)])
+            yield self._frame([self._shape.piece(part.text, part.index, part.likelihoods)])
         elif isinstance(part, Done):
             yield self._frame([self._shape.ending(part.finish_reason.value, part.index)])
             self._usage += part.usage
@@ -142,25 +128,3 @@ class _Chunks:
         if self._with_usage:
             chunk["usage"] = usage
         return frame(render.dumps(chunk))
-
-
-def _sampling(fields: GenerationFields) -> Sampling:
-    """The fields that were given, over the defaults of ``Sampling``."""
-    default = Sampling()
-    top_k = default.top_k if fields.top_k is None else fields.top_k
-    last_n = default.repeat_last_n if fields.repeat_last_n is None else fields.repeat_last_n
-    return Sampling(
-        temperature=_given(fields.temperature, default.temperature),
-        top_k=max(top_k, 0),
-        top_p=_given(fields.top_p, default.top_p),
-        min_p=_given(fields.min_p, default.min_p),
-        repeat_penalty=_given(fields.repeat_penalty, default.repeat_penalty),
-        repeat_last_n=2**31 - 1 if last_n < 0 else last_n,
-        frequency_penalty=_given(fields.frequency_penalty, default.frequency_penalty),
-        presence_penalty=_given(fields.presence_penalty, default.presence_penalty),
-        seed=fold_seed(None if fields.seed == _RANDOM_SEED else fields.seed),
-    )
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quart import Response
 
+from trioserve.engine.base import Likelihood, TokenLogprob
 from trioserve.errors import TrioserveError
 from trioserve.runtime.model import ModelStatus
 from trioserve.service import Generation, Usage
 from trioserve.service.status import SlotStatus
 
+_IMPOSSIBLE = -9999.0
 _SEPARATORS = (",", ":")
 
 
@@ -77,6 +80,27 @@ def slot(status: SlotStatus) -> dict[str, object]:
     }
 
 
+def token_logprobs(likelihoods: Iterable[Likelihood]) -> list[dict[str, Any]]:
+    """Tokens with their logarithms of probability, as chat completions tell them."""
+    return [
+        {**_logprob(likelihood.chosen), "top_logprobs": [_logprob(other) for other in likelihood.top]}
+        for likelihood in likelihoods
+    ]
+
+
+def _logprob(said: TokenLogprob) -> dict[str, Any]:
+    return {"token": _text(said), "logprob": _finite(said.logprob), "bytes": list(said.piece)}
+
+
+def _text(said: TokenLogprob) -> str:
+    return said.piece.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    """JSON knows no infinity; OpenAI says this for what is next to impossible."""
+    return max(logprob, _IMPOSSIBLE)
+
+
 class ChatShape:
     """Chat completions, whole and in chunks."""
 
@@ -85,23 +109,27 @@ class ChatShape:
     @staticmethod
     def opening(index: int) -> dict[str, Any] | None:
         """What the first chunk says before there is text."""
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return _choice(index, {"delta": {"role": "assistant", "content": ""}})
 
-    @staticmethod
-    def piece(text: str, index: int) -> dict[str, Any]:
+    @classmethod
+    def piece(cls, text: str, index: int, likelihoods: Sequence[Likelihood] = ()) -> dict[str, Any]:
         """More text."""
-        return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+        return _choice(index, {"delta": {"content": text}}, cls._logprobs(likelihoods))
 
     @staticmethod
     def ending(reason: str, index: int) -> dict[str, Any]:
         """The end of the text."""
-        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
+        return _choice(index, {"delta": {}}, reason=reason)
 
-    @staticmethod
-    def choice(text: str, reason: str, index: int) -> dict[str, Any]:
+    @classmethod
+    def choice(cls, text: str, reason: str, index: int, likelihoods: Sequence[Likelihood] = ()) -> dict[str, Any]:
         """The whole answer."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+        return _choice(index, {"message": message}, cls._logprobs(likelihoods), reason)
+
+    @staticmethod
+    def _logprobs(likelihoods: Sequence[Likelihood]) -> dict[str, Any] | None:
+        return {"content": token_logprobs(likelihoods), "refusal": None} if likelihoods else None
 
 
 class CompletionShape:
@@ -115,20 +143,40 @@ class CompletionShape:
         """Text completions begin with text."""
         return None
 
-    @staticmethod
-    def piece(text: str, index: int) -> dict[str, Any]:
+    @classmethod
+    def piece(cls, text: str, index: int, likelihoods: Sequence[Likelihood] = ()) -> dict[str, Any]:
         """More text."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        return _choice(index, {"text": text}, cls._logprobs(likelihoods))
 
     @staticmethod
     def ending(reason: str, index: int) -> dict[str, Any]:
         """The end of the text."""
-        return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
+        return _choice(index, {"text": ""}, reason=reason)
+
+    @classmethod
+    def choice(cls, text: str, reason: str, index: int, likelihoods: Sequence[Likelihood] = ()) -> dict[str, Any]:
+        """The whole answer."""
+        return _choice(index, {"text": text}, cls._logprobs(likelihoods), reason)
 
     @staticmethod
-    def choice(text: str, reason: str, index: int) -> dict[str, Any]:
-        """The whole answer."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _logprobs(likelihoods: Sequence[Likelihood]) -> dict[str, Any] | None:
+        if not likelihoods:
+            return None
+        tokens = [_text(likelihood.chosen) for likelihood in likelihoods]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(likelihood.chosen.logprob) for likelihood in likelihoods],
+            "top_logprobs": [
+                {_text(other): _finite(other.logprob) for other in likelihood.top} for likelihood in likelihoods
+            ],
+            "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=0)),
+        }
+
+
+def _choice(
+    index: int, fields: Mapping[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, **fields, "logprobs": logprobs, "finish_reason": reason}
 
 
 Shape = type[ChatShape] | type[CompletionShape]

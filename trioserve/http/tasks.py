@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from trioserve.http import render
@@ -18,11 +19,17 @@ def envelope(generation: Generation) -> dict[str, Any]:
     return {"id": f"task-{generation.id}", "created": generation.created, "model": generation.model}
 
 
-def result(text: str, done: Done) -> dict[str, Any]:
+def result(parts: Sequence[TextDelta], done: Done) -> dict[str, Any]:
     """One answer with its metadata."""
+    told = {"text": "".join(part.text for part in parts), **_ending(done)}
+    if likelihoods := [likelihood for part in parts for likelihood in part.likelihoods]:
+        told["logprobs"] = render.token_logprobs(likelihoods)
+    return told
+
+
+def _ending(done: Done) -> dict[str, Any]:
     timings = done.timings
     return {
-        "text": text,
         "finish_reason": done.finish_reason.value,
         "usage": render.usage(done.usage),
         "metadata": {
@@ -54,11 +61,12 @@ class TaskStream:
 
     def _frame(self, part: Part) -> bytes:
         if isinstance(part, TextDelta):
-            return event(DELTA, {"id": self._envelope["id"], "text": part.text})
+            fields: dict[str, Any] = {"id": self._envelope["id"], "text": part.text}
+            if part.likelihoods:
+                fields["logprobs"] = render.token_logprobs(part.likelihoods)
+            return event(DELTA, fields)
         if isinstance(part, Done):
-            fields = result("", part)
-            del fields["text"]
-            return event(DONE, {**self._envelope, **fields})
+            return event(DONE, {**self._envelope, **_ending(part)})
         raise part.error
 
 
@@ -68,7 +76,7 @@ class BatchStream:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._envelope = envelope(generation)
-        self._texts: defaultdict[int, list[str]] = defaultdict(list)
+        self._texts: defaultdict[int, list[TextDelta]] = defaultdict(list)
         self._counts = {"succeeded": 0, "failed": 0}
         self._ended = False
 
@@ -85,13 +93,13 @@ class BatchStream:
 
     def _take(self, part: Part) -> bytes:
         if isinstance(part, TextDelta):
-            self._texts[part.index].append(part.text)
+            self._texts[part.index].append(part)
             return b""
         if isinstance(part, Failure):
             self._counts["failed"] += 1
             return self._item(part.index, render.error_fields(part.error))
         self._counts["succeeded"] += 1
-        return self._item(part.index, {"result": result("".join(self._texts.pop(part.index, ())), part)})
+        return self._item(part.index, {"result": result(self._texts.pop(part.index, []), part)})
 
     def _item(self, index: int, fields: dict[str, Any]) -> bytes:
         return event(BATCH_ITEM, {"id": self._envelope["id"], "index": index, **fields})

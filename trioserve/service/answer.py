@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from trioserve.engine.base import Failed, Finished, StepEvent, Token
+from trioserve.engine.base import Failed, Finished, FinishReason, Likelihood, StepEvent, Token
 from trioserve.errors import EngineError
 from trioserve.runtime.job import Times
 from trioserve.service.events import Done, Failure, Part, TextDelta, Timings, Usage
@@ -31,22 +31,31 @@ class Answer:
         self._times = times
         self._slot = slot
         self._arrived = arrived
+        self._likelihoods: list[Likelihood] = []  # of tokens whose text is held back
 
     def take(self, event: StepEvent) -> list[Part]:
         """Return what an event of the sequence is to the client."""
         if isinstance(event, Token):
             self.completion_tokens += 1
-            return self._text(event.text)
+            if event.likelihood is not None:
+                self._likelihoods.append(event.likelihood)
+            return self._text(event.text) if event.text else []
         if isinstance(event, Finished):
             usage = Usage(self.prompt_tokens, self.completion_tokens, event.cached)
-            return [*self._text(event.text), Done(event.reason, usage, self._timings(), self.index)]
+            # What was held back to the end is told, unless it was a stop string.
+            rest = self._text(event.text) if event.text or self._cut_off(event) else []
+            return [*rest, Done(event.reason, usage, self._timings(), self.index)]
         if isinstance(event, Failed):
             logger.error("inference failed: %s", event.message)
             return [Failure(EngineError("inference failed"), self.index)]
         raise EngineError(f"unexpected event {event!r}")
 
     def _text(self, text: str) -> list[Part]:
-        return [TextDelta(text, self.index)] if text else []
+        likelihoods, self._likelihoods = tuple(self._likelihoods), []
+        return [TextDelta(text, self.index, likelihoods)]
+
+    def _cut_off(self, event: Finished) -> bool:
+        return event.reason is FinishReason.LENGTH and bool(self._likelihoods)
 
     def _timings(self) -> Timings:
         now = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trioserve.engine.base import FinishReason
+from trioserve.engine.base import FinishReason, Likelihood
 from trioserve.errors import TrioserveError
 
 
@@ -54,10 +54,17 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of the answer to one prompt of the request; never empty."""
+    """More of the answer to one prompt of the request.
+
+    Attributes:
+        text: never empty, except at the end of an answer that was cut off inside a character.
+        index: of the prompt.
+        likelihoods: of the tokens that the text is made of, where they were asked for.
+    """
 
     text: str
     index: int = 0
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

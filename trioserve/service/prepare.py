@@ -11,6 +11,7 @@ import trio
 
 from trioserve.chat import ChatTemplate, default_template, normalise_messages, render_prompt
 from trioserve.engine.base import SequenceRequest, Weights
+from trioserve.engine.sampling import Sampling
 from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError
 from trioserve.runtime.pool import Pool
 from trioserve.service.events import Failure
@@ -102,12 +103,14 @@ def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
     _check_length(_least_tokens(pool, request), pool, request, at_least=True)
     prompt = _tokens(pool, request)
     _check_length(len(prompt), pool, request)
+    _check_biases(request.sampling, pool.weights.vocab_size)
     return SequenceRequest(
         prompt=prompt,
         max_tokens=request.max_tokens or pool.n_ctx,
         sampling=request.sampling,
         stops=request.stops,
         ignore_eos=request.ignore_eos,
+        logprobs=request.logprobs,
         reuse=request.cache_prompt and pool.config.cache_prompt,
     )
 
@@ -167,6 +170,15 @@ def _checked_tokens(prompt: TokenPrompt, vocab_size: int) -> list[int]:
                 f"prompt[{index}] is {token}, but this model's tokens go from 0 to {vocab_size - 1}", param="prompt"
             )
     return list(prompt.tokens)
+
+
+def _check_biases(sampling: Sampling, vocab_size: int) -> None:
+    for token, _ in sampling.logit_bias:
+        if token >= vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias: token {token} is none of this model's, which go from 0 to {vocab_size - 1}",
+                param="logit_bias",
+            )
 
 
 def _template(pool: Pool) -> ChatTemplate:

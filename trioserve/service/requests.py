@@ -45,6 +45,7 @@ class GenerationRequest:
         stops: strings that end the answer and never appear in it.
         ignore_eos: go on after an end-of-generation token.
         cache_prompt: don't evaluate again what the slot has kept of an earlier prompt or answer.
+        logprobs: how many of the most likely tokens to report with each token; None reports nothing.
         busy_timeout_ms: how long to wait for a slot; None leaves it to model and server, 0 is not at all.
         request_id: for the log.
     """
@@ -56,6 +57,7 @@ class GenerationRequest:
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
     cache_prompt: bool = True
+    logprobs: int | None = None
     busy_timeout_ms: int | None = None
     request_id: str = "-"
 

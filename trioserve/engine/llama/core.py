@@ -88,7 +88,7 @@ class DecodeCore:
         if not self._kept:
             raise RuntimeError(f"all {len(self._live)} sequences of the context are live")
         banned = self._vocabulary.end_tokens if request.ignore_eos else ()
-        sampler = Sampler(self._vocabulary, request.sampling, request.prompt, self._n_ctx, banned)
+        sampler = Sampler(self._vocabulary, request.sampling, request.prompt, self._n_ctx, banned, request.logprobs)
         number, cached = self._place(request)
         del self._kept[number]
         self._live[number] = _Live(number, request, cached, room, sampler)
@@ -209,12 +209,12 @@ class DecodeCore:
     def _advance(self, row: _Row, events: list[StepEvent]) -> None:
         """Sample the next token of a sequence and say what became of it."""
         live = row.live
-        token = live.sampler.choose(self._context, row.number)
+        token, likelihood = live.sampler.choose(self._context, row.number)
         if not live.ignore_eos and self._vocabulary.ends_generation(token):
             events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush(), live.cached))
             return
         live.room -= 1
-        events.append(Token(live.number, token, live.assembler.feed(self._vocabulary.piece(token))))
+        events.append(Token(live.number, token, live.assembler.feed(self._vocabulary.piece(token)), likelihood))
         if live.assembler.stopped:
             events.append(Finished(live.number, FinishReason.STOP, cached=live.cached))
         elif live.room == 0:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 
+from trioserve.engine.base import Likelihood, TokenLogprob
 from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.vocabulary import Vocabulary
-from trioserve.engine.sampling import Sampling
+from trioserve.engine.sampling import Dry, Sampling
 
+_MIROSTAT_CANDIDATES = 100  # tokens that Mirostat 1 estimates the distribution from, as in its paper
 _KEEP = 1  # truncating samplers always leave at least one candidate
 # Logits divided by less would leave the range of a float32, even twice: infinities, whose difference is no number.
 _LEAST_DIVISOR = 1e-15
@@ -26,19 +30,40 @@ class Sampler:
         prompt: token ids of the prompt, which ``repeat_penalty`` looks back on.
         n_ctx: tokens of context, the reach of the frequency and presence penalties.
         banned: token ids that may never be chosen.
+        logprobs: how many of the most likely tokens to report with each choice; None reports nothing.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, sampling: Sampling, prompt: Sequence[int], n_ctx: int, banned: Sequence[int] = ()
+        self,
+        vocabulary: Vocabulary,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        n_ctx: int,
+        banned: Sequence[int] = (),
+        logprobs: int | None = None,
     ) -> None:
+        self._vocabulary = vocabulary
         self._banned = np.asarray(banned, np.intp) if banned else None
+        self._logprobs = logprobs
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.
         self._chain = (
             None if sampling.greedy and not sampling.penalised else _chain(vocabulary, sampling, prompt, n_ctx)
         )
 
-    def choose(self, context: Context, row: int) -> int:
-        """Choose the token that follows a row of the last batch, and take note of it."""
+    def choose(self, context: Context, row: int) -> tuple[int, Likelihood | None]:
+        """Choose the token that follows a row of the last batch, and take note of it.
+
+        Returns:
+            The token, and how likely the model held it and others, where that was asked for.
+        """
+        if self._logprobs is None:
+            return self._choose(context, row), None
+        # Before a ban changes the logits: what is told is what the model said.
+        before = context.logits(row).copy()
+        token = self._choose(context, row)
+        return token, self._likelihood(before, token, self._logprobs)
+
+    def _choose(self, context: Context, row: int) -> int:
         if self._chain is not None and self._banned is None:
             return int(llama_cpp.llama_sampler_sample(self._chain, context.pointer, row))
         logits = context.logits(row)
@@ -47,6 +72,17 @@ class Sampler:
         if self._chain is None:
             return int(logits.argmax())
         return int(llama_cpp.llama_sampler_sample(self._chain, context.pointer, row))
+
+    def _likelihood(self, logits: npt.NDArray[np.float32], token: int, top: int) -> Likelihood:
+        shifted = logits.astype(np.float64) - logits.max()
+        logprobs = shifted - np.log(np.exp(shifted).sum())
+        best = np.argpartition(logprobs, -top)[-top:] if top else np.empty(0, np.intp)
+        best = best[np.argsort(-logprobs[best], kind="stable")]
+        said = [self._said(int(other), logprobs) for other in best]
+        return Likelihood(self._said(token, logprobs), tuple(said))
+
+    def _said(self, token: int, logprobs: npt.NDArray[np.float64]) -> TokenLogprob:
+        return TokenLogprob(token, self._vocabulary.text_piece(token), float(logprobs[token]))
 
     def close(self) -> None:
         """Free the chain. Idempotent."""
@@ -60,13 +96,16 @@ def _chain(vocabulary: Vocabulary, sampling: Sampling, prompt: Sequence[int], n_
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     for part in _penalties(vocabulary, sampling, prompt, n_ctx):
         llama_cpp.llama_sampler_chain_add(chain, part)
-    for part in _choice(sampling):
+    for part in _choice(vocabulary, sampling):
         llama_cpp.llama_sampler_chain_add(chain, part)
     return chain
 
 
 def _penalties(vocabulary: Vocabulary, sampling: Sampling, prompt: Sequence[int], n_ctx: int) -> list[Any]:
     parts = []
+    if sampling.logit_bias:
+        biases = (llama_cpp.llama_logit_bias * len(sampling.logit_bias))(*sampling.logit_bias)
+        parts.append(llama_cpp.llama_sampler_init_logit_bias(vocabulary.size, len(biases), biases))
     if sampling.repeat_penalty != 1 and sampling.repeat_last_n:
         last = min(sampling.repeat_last_n, n_ctx)
         divisor = max(sampling.repeat_penalty, _LEAST_DIVISOR)
@@ -81,19 +120,61 @@ def _penalties(vocabulary: Vocabulary, sampling: Sampling, prompt: Sequence[int]
                 vocabulary.size, n_ctx, 1.0, sampling.frequency_penalty, sampling.presence_penalty
             )
         )
+    if sampling.dry.multiplier > 0:
+        parts.append(_dry(vocabulary, sampling.dry, prompt, n_ctx))
     return parts
 
 
-def _choice(sampling: Sampling) -> list[Any]:
+def _dry(vocabulary: Vocabulary, dry: Dry, prompt: Sequence[int], n_ctx: int) -> Any:
+    last = n_ctx if dry.last_n < 0 else min(dry.last_n, n_ctx)
+    breakers = (ctypes.c_char_p * len(dry.breakers))(*(breaker.encode() for breaker in dry.breakers))
+    part = llama_cpp.llama_sampler_init_dry(
+        vocabulary.pointer, dry.multiplier, dry.base, dry.allowed_length, last, breakers, len(breakers)
+    )
+    for token in prompt[-last:] if last else ():
+        llama_cpp.llama_sampler_accept(part, token)
+    return part
+
+
+def _choice(vocabulary: Vocabulary, sampling: Sampling) -> list[Any]:
     if sampling.greedy:
         return [llama_cpp.llama_sampler_init_greedy()]
+    if sampling.mirostat.version:
+        return [_temperature(sampling), _mirostat(vocabulary, sampling)]
+    return [*_truncation(sampling), _temperature(sampling), llama_cpp.llama_sampler_init_dist(sampling.seed)]
+
+
+def _truncation(sampling: Sampling) -> list[Any]:
+    """What leaves only some of the tokens, in llama.cpp's usual order."""
     parts = []
+    if sampling.top_n_sigma > 0:
+        parts.append(llama_cpp.llama_sampler_init_top_n_sigma(sampling.top_n_sigma))
     if sampling.top_k:
         parts.append(llama_cpp.llama_sampler_init_top_k(sampling.top_k))
+    if sampling.typical_p < 1:
+        parts.append(llama_cpp.llama_sampler_init_typical(sampling.typical_p, _KEEP))
     if sampling.top_p < 1:
         parts.append(llama_cpp.llama_sampler_init_top_p(sampling.top_p, _KEEP))
     if sampling.min_p > 0:
         parts.append(llama_cpp.llama_sampler_init_min_p(sampling.min_p, _KEEP))
-    parts.append(llama_cpp.llama_sampler_init_temp(max(sampling.temperature, _LEAST_DIVISOR)))
-    parts.append(llama_cpp.llama_sampler_init_dist(sampling.seed))
+    if sampling.xtc_probability > 0:
+        parts.append(
+            llama_cpp.llama_sampler_init_xtc(sampling.xtc_probability, sampling.xtc_threshold, _KEEP, sampling.seed)
+        )
     return parts
+
+
+def _temperature(sampling: Sampling) -> Any:
+    temperature = max(sampling.temperature, _LEAST_DIVISOR)
+    if sampling.dynatemp_range > 0:
+        return llama_cpp.llama_sampler_init_temp_ext(temperature, sampling.dynatemp_range, sampling.dynatemp_exponent)
+    return llama_cpp.llama_sampler_init_temp(temperature)
+
+
+def _mirostat(vocabulary: Vocabulary, sampling: Sampling) -> Any:
+    mirostat = sampling.mirostat
+    if mirostat.version == 1:
+        return llama_cpp.llama_sampler_init_mirostat(
+            vocabulary.size, sampling.seed, mirostat.tau, mirostat.eta, _MIROSTAT_CANDIDATES
+        )
+    return llama_cpp.llama_sampler_init_mirostat_v2(sampling.seed, mirostat.tau, mirostat.eta)

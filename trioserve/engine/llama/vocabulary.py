@@ -56,6 +56,10 @@ class Vocabulary:
             piece = self._pieces[token] = self._render(token, special=False)
         return piece
 
+    def text_piece(self, token: int) -> bytes:
+        """The bytes of a token, those of control tokens too."""
+        return self._render(token, special=True)
+
     def ends_generation(self, token: int) -> bool:
         """Whether the model says with this token that its answer is complete."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))

@@ -6,11 +6,11 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from trioserve.http.body import read_as
-from trioserve.http.completion import answer, generation_request
+from trioserve.http.completion import answer
 from trioserve.http.exchange import Exchange
 from trioserve.http.render import ChatShape
 from trioserve.http.schemas.chat import ChatCompletionRequest
-from trioserve.service import ChatPrompt, Service
+from trioserve.service import Service
 
 
 def register(app: QuartTrio, service: Service) -> None:
@@ -20,7 +20,4 @@ def register(app: QuartTrio, service: Service) -> None:
     async def chat_completions() -> Response:
         body = await read_as(request, ChatCompletionRequest.parse)
         exchange = Exchange.of(request.scope)
-        prompt = ChatPrompt([message.model_dump(exclude_unset=True) for message in body.messages])
-        return await answer(
-            service, generation_request(body, prompt, body.limit, exchange.request_id), body, ChatShape, exchange
-        )
+        return await answer(service, body, ChatShape, exchange)

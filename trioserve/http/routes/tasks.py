@@ -10,11 +10,11 @@ from quart_trio import QuartTrio
 from trioserve.errors import InvalidRequestError
 from trioserve.http import render, tasks
 from trioserve.http.body import read_as
-from trioserve.http.completion import collect, generation_request, stream_response
+from trioserve.http.completion import collect, stream_response
 from trioserve.http.exchange import Exchange
-from trioserve.http.schemas.chat import ChatCompletionRequest
-from trioserve.http.schemas.tasks import BatchTaskRequest, TaskBody, parse_item, parse_task
-from trioserve.service import BatchRequest, ChatPrompt, GenerationRequest, Service
+from trioserve.http.requests import generation_request
+from trioserve.http.schemas.tasks import BatchTaskRequest, parse_item, parse_task
+from trioserve.service import BatchRequest, GenerationRequest, Service
 
 
 def register(app: QuartTrio, service: Service) -> None:
@@ -23,14 +23,14 @@ def register(app: QuartTrio, service: Service) -> None:
     @app.post("/v1/tasks/run")
     async def run() -> Response:
         body, exchange = await read_as(request, parse_task), Exchange.of(request.scope)
-        generation = await service.start(_wanted(body, exchange.request_id), exchange.resources)
-        ((text, done),) = (await collect(generation)).values()
-        return render.response({**tasks.envelope(generation), "object": "task", **tasks.result(text, done)})
+        generation = await service.start(generation_request(body, exchange.request_id), exchange.resources)
+        ((parts, done),) = (await collect(generation)).values()
+        return render.response({**tasks.envelope(generation), "object": "task", **tasks.result(parts, done)})
 
     @app.post("/v1/tasks/stream")
     async def stream() -> Response:
         body, exchange = await read_as(request, parse_task), Exchange.of(request.scope)
-        generation = await service.start(_wanted(body, exchange.request_id), exchange.resources)
+        generation = await service.start(generation_request(body, exchange.request_id), exchange.resources)
         return stream_response(service.config, tasks.TaskStream(generation), ending=b"")
 
     @app.post("/v1/tasks/batch")
@@ -44,19 +44,12 @@ def register(app: QuartTrio, service: Service) -> None:
         return stream_response(service.config, tasks.BatchStream(generation), ending=b"")
 
 
-def _wanted(body: TaskBody, request_id: str) -> GenerationRequest:
-    if isinstance(body, ChatCompletionRequest):
-        prompt = ChatPrompt([message.model_dump(exclude_unset=True) for message in body.messages])
-        return generation_request(body, prompt, body.limit, request_id)
-    return generation_request(body, body.prompt[0], body.max_tokens, request_id)
-
-
 def _batch(body: BatchTaskRequest, request_id: str) -> BatchRequest:
     model = body.shared_model
 
     def item(given: object) -> GenerationRequest | InvalidRequestError:
         try:
-            return _wanted(parse_item(given, model), request_id)
+            return generation_request(parse_item(given, model), request_id)
         except InvalidRequestError as error:
             return error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
@@ -11,6 +12,9 @@ from pydantic_core import ErrorDetails
 from trioserve.errors import InvalidRequestError
 
 INT64 = 2**63
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_BIASES = 4096
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 4096
 
@@ -31,7 +35,38 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _biases(value: object) -> object:
+    """Take OpenAI's object and llama-server's list of pairs for the same thing."""
+    if value is None:
+        return None
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list):
+        raise ValueError("must be an object of token ids and numbers, or a list of such pairs")
+    if len(pairs) > MAX_BIASES:
+        raise ValueError(f"has {len(pairs)} tokens, at most {MAX_BIASES} are allowed")
+    return tuple(_bias(pair) for pair in pairs)
+
+
+def _bias(pair: object) -> tuple[int, float]:
+    match pair:
+        case (str() as text, bias) if text.isascii() and text.isdigit() and len(text) < 10:
+            token = int(text)
+        case (bool(), _):
+            raise ValueError("token ids must be integers")
+        case [int() as token, bias] if 0 <= token < 2**31:
+            pass
+        case _:
+            raise ValueError("must hold token ids, 0 or more, each with a number")
+    if bias is False:
+        return token, -math.inf
+    if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+        raise ValueError(f"the bias of token {token} must be a number from -100 to 100, or false")
+    return token, float(bias)
+
+
 Text = Annotated[str, AfterValidator(encodable)]
+Breaker = Annotated[Text, Field(min_length=1, max_length=64)]
+Bias = tuple[int, Annotated[float, Field(allow_inf_nan=True)]]
 
 
 class Schema(BaseModel):
@@ -64,17 +99,9 @@ class GenerationFields(Schema):
     # Fields of OpenAI's or llama-server's API that this server can't honour, with the values that ask for nothing.
     # Anything else in them is refused, since the answer would silently be another one than was asked for.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "n": (1,),
-        "best_of": (1,),
-        "logit_bias": ({}, []),
         "grammar": ("",),
         "json_schema": ({},),
         "response_format": ({"type": "text"},),
-        "mirostat": (0,),
-        "typical_p": (1, 1.0),
-        "top_n_sigma": (-1, -1.0, 0),
-        "xtc_probability": (0, 0.0),
-        "dry_multiplier": (0, 0.0),
         "lora": ([],),
     }
 
@@ -88,6 +115,34 @@ class GenerationFields(Schema):
     min_p: float | None = Field(None, ge=0, le=1, description="Drop what is less likely than this share of the top.")
     repeat_penalty: float | None = Field(None, gt=0, le=10, description="Divisor for tokens used lately; 1 is off.")
     repeat_last_n: int | None = Field(None, ge=-1, lt=2**31, description="How far back that looks; -1 is everything.")
+    typical_p: float | None = Field(None, ge=0, le=1, description="Locally typical sampling; 1 is off.")
+    top_n_sigma: float | None = Field(
+        None,
+        ge=-1,
+        le=1000,
+        description="Keep logits this many standard deviations below the top; 0 or -1 is all.",
+    )
+    xtc_probability: float | None = Field(None, ge=0, le=1, description="How often top choices are excluded; 0 is off.")
+    xtc_threshold: float | None = Field(None, ge=0, le=1, description="Probability that makes a token a top choice.")
+    dynatemp_range: float | None = Field(None, ge=0, le=2, description="How far the temperature follows the entropy.")
+    dynatemp_exponent: float | None = Field(None, ge=0, le=10, description="How the temperature follows the entropy.")
+    mirostat: int | None = Field(None, ge=0, le=2, description="Version of Mirostat sampling; 0 is off.")
+    mirostat_tau: float | None = Field(None, ge=0, le=100, description="Surprise that Mirostat aims at, in bits.")
+    mirostat_eta: float | None = Field(None, ge=0, le=1, description="How fast Mirostat corrects itself.")
+    dry_multiplier: float | None = Field(None, ge=0, le=100, description="Strength of the DRY penalty; 0 is off.")
+    dry_base: float | None = Field(None, ge=1, le=10, description="How fast the DRY penalty grows with a repetition.")
+    dry_allowed_length: int | None = Field(None, ge=0, lt=2**31, description="Tokens of a repetition that are free.")
+    dry_penalty_last_n: int | None = Field(None, ge=-1, lt=2**31, description="How far back DRY looks; -1 is all.")
+    dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=64)] | None = Field(
+        None, description="Strings at which a repetition ends."
+    )
+    logit_bias: Annotated[tuple[Bias, ...] | None, BeforeValidator(_biases)] = Field(
+        None,
+        description="What is added to the logits of tokens, -100 to 100, by token id; false never takes the token.",
+        json_schema_extra={"examples": [{"50256": -100}]},
+    )
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="How many answers to give.")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Accepted where it is the same as n.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty per earlier use in the answer.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty for any earlier use in the answer.")
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="Of the random numbers; -1 or none is a fresh one.")
@@ -111,7 +166,17 @@ class GenerationFields(Schema):
             if value is not None and not any(_same(value, neutral) for neutral in values):
                 raise InvalidRequestError(f"{name} is not supported with this value; leave it out", param=name)
         parsed._check_stops()
+        if parsed.best_of not in (None, parsed.choices):
+            raise InvalidRequestError(
+                f"best_of is {parsed.best_of} and n is {parsed.choices}: all answers that are made are returned",
+                param="best_of",
+            )
         return parsed
+
+    @property
+    def choices(self) -> int:
+        """How many answers to give."""
+        return self.n or 1
 
     @property
     def stops(self) -> tuple[str, ...]:

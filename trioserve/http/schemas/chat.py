@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from trioserve.errors import InvalidRequestError
-from trioserve.http.schemas.base import INT64, GenerationFields, Schema, encodable
+from trioserve.http.schemas.base import INT64, MAX_LOGPROBS, GenerationFields, Schema, encodable
+from trioserve.service import ChatPrompt
 
 MAX_MESSAGES = 16_384
 
@@ -38,8 +39,6 @@ class ChatCompletionRequest(GenerationFields):
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **GenerationFields.neutral,
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
@@ -53,6 +52,10 @@ class ChatCompletionRequest(GenerationFields):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far.")
     ]
+    logprobs: bool | None = Field(None, description="Tell how likely each token of the answer was.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="How many of the most likely tokens to tell at each place."
+    )
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64, description="The same as max_tokens, newer name.")
 
     @classmethod
@@ -65,7 +68,19 @@ class ChatCompletionRequest(GenerationFields):
                 f"max_tokens is {old} and max_completion_tokens is {new}: give one of them",
                 param="max_completion_tokens",
             )
+        if parsed.top_logprobs and not parsed.logprobs:
+            raise InvalidRequestError("top_logprobs is given, but logprobs is not true", param="top_logprobs")
         return parsed
+
+    @property
+    def prompts(self) -> Sequence[ChatPrompt]:
+        """The conversation."""
+        return (ChatPrompt([message.model_dump(exclude_unset=True) for message in self.messages]),)
+
+    @property
+    def reported(self) -> int | None:
+        """How many of the most likely tokens to report at each place; None reports nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator
 
-from trioserve.http.schemas.base import GenerationFields, encodable
+from trioserve.errors import InvalidRequestError
+from trioserve.http.schemas.base import MAX_LOGPROBS, GenerationFields, encodable
 from trioserve.service import TextPrompt, TokenPrompt
 
 MAX_PROMPTS = 2048
@@ -18,14 +19,44 @@ class CompletionRequest(GenerationFields):
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **GenerationFields.neutral,
-        "logprobs": (),
         "echo": (False,),
         "suffix": ("",),
     }
 
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Tell how likely each token was, and so many of the most likely ones."
+    )
     prompt: Any = Field(
         description="Text or token ids, or a list of such prompts: they are decoded together and answered by index."
     )
+
+    @classmethod
+    def parse(cls, body: Mapping[str, object]) -> Self:
+        """Validate a decoded JSON object; also bound how many answers it asks for."""
+        parsed = super().parse(body)
+        if (answers := len(parsed.prompts) * parsed.choices) > MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"n: {len(parsed.prompts)} prompts times {parsed.choices} choices are {answers} answers, at most "
+                f"{MAX_PROMPTS} are allowed",
+                param="n",
+            )
+        return parsed
+
+    @property
+    def prompts(self) -> Sequence[TextPrompt | TokenPrompt]:
+        """What to continue."""
+        prompts: Sequence[TextPrompt | TokenPrompt] = self.prompt
+        return prompts
+
+    @property
+    def reported(self) -> int | None:
+        """How many of the most likely tokens to report at each place; None reports nothing."""
+        return self.logprobs
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of the answer."""
+        return self.max_tokens
 
     @field_validator("prompt")
     @classmethod

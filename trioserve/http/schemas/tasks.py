@@ -51,15 +51,15 @@ def parse_task(body: Mapping[str, object]) -> TaskBody:
     is_chat, is_text = (body.get(name) is not None for name in ("messages", "prompt"))
     if is_chat and is_text:
         raise InvalidRequestError("messages and prompt are both given: a task has one of them", param="prompt")
-    if is_chat:
-        return ChatCompletionRequest.parse(body)
-    if not is_text:
+    if not (is_chat or is_text):
         raise InvalidRequestError("messages: is required, unless there is a prompt", param="messages")
-    task = CompletionRequest.parse(body)
-    if len(task.prompt) > 1:
+    task = ChatCompletionRequest.parse(body) if is_chat else CompletionRequest.parse(body)
+    if len(task.prompts) > 1:
         raise InvalidRequestError(
-            f"prompt: holds {len(task.prompt)} prompts, a task has one; send them as a batch", param="prompt"
+            f"prompt: holds {len(task.prompts)} prompts, a task has one; send them as a batch", param="prompt"
         )
+    if task.choices > 1:
+        raise InvalidRequestError(f"n: is {task.choices}, a task gives one answer; send a batch", param="n")
     return task
 
 
