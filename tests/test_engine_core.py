@@ -88,7 +88,7 @@ class ScriptedVocabulary:
 
 def core_over(context, *, n_batch=8, chunk=4, n_ctx=N_CTX):
     return DecodeCore(
-        context, ScriptedVocabulary(), n_ctx=n_ctx, n_batch=n_batch, chunk=chunk, max_sequences=MAX_SEQUENCES
+        context, ScriptedVocabulary(), None, n_ctx=n_ctx, n_batch=n_batch, chunk=chunk, max_sequences=MAX_SEQUENCES
     )
 
 

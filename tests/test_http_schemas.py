@@ -13,6 +13,7 @@ from trioserve.http.requests import batch_request, generation_request
 from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationFields
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import MAX_PROMPTS, CompletionRequest
+from trioserve.http.schemas.constraints import NAMES
 from trioserve.service import TextPrompt, TokenPrompt
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -61,7 +62,7 @@ NOT_TEXTS = (0, 1.5, True, NAN, [], ["a"], {}, {"a": 1})
 NOT_OBJECTS = (0, 1.5, True, "a", NAN, [], [{}])
 CHAT_ONLY = {"max_completion_tokens", "top_logprobs"}
 FIELDS = {*INTEGERS, *NUMBERS, *BOOLS, "model", "stream_options", "stop"}
-FIELDS |= {"best_of", "logit_bias", "dry_sequence_breakers"}
+FIELDS |= {"best_of", "logit_bias", "dry_sequence_breakers", *NAMES}
 
 
 def parse(schema, **fields):
@@ -479,13 +480,80 @@ def test_what_is_no_logprobs(schema, values):
         refused(schema, {**BASE[schema], "logprobs": value}, "logprobs")
 
 
+# The form of an answer
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+AS_JSON = '{"type":"object","properties":{"a":{"type":"integer"}}}'
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"grammar": "", "regex": "", "json_schema": {}}, None),
+        ({"response_format": {"type": "json_object"}}, ("response_format", "json_schema", '{"type":"object"}')),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, ("response_format", "json_schema", AS_JSON)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            ("response_format", "json_schema", AS_JSON),
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            ("response_format", "json_schema", "{}"),
+        ),
+        ({"json_schema": SCHEMA}, ("json_schema", "json_schema", AS_JSON)),
+        ({"json_schema": True}, ("json_schema", "json_schema", "true")),
+        ({"regex": "a+"}, ("regex", "regex", "a+")),
+        ({"grammar": "root ::= 'a'", "regex": None}, ("grammar", "gbnf", "root ::= 'a'")),
+    ],
+)
+def test_forms_of_an_answer(schema, fields, form):
+    parsed = parse(schema, **fields).form
+    assert (parsed and (parsed[0], parsed[1].kind.value, parsed[1].source)) == form
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *(({"response_format": value}, "response_format") for value in ("text", 0, [], True)),
+        *(({"response_format": value}, "response_format.type") for value in ({}, {"type": "xml"}, {"type": None})),
+        *(
+            ({"response_format": {"type": "json_schema", "json_schema": value}}, "response_format.json_schema")
+            for value in (None, "x", [])
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
+        *(({"json_schema": value}, "json_schema") for value in ("x", 0, [])),
+        *(
+            ({name: value}, name)
+            for name in ("regex", "grammar")
+            for value in (0, True, [], {}, "\ud800", "a" * 300_000)
+        ),
+        ({"regex": "a", "grammar": "root ::= 'a'"}, "grammar"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_no_form(schema, fields, param):
+    refused(schema, {**BASE[schema], **fields}, param)
+
+
 # Fields that can't be honoured
 
 
 UNSUPPORTED = {
-    "grammar": ([""], ["root ::= 'a'"]),
-    "json_schema": ([{}], [{"type": "object"}]),
-    "response_format": ([{"type": "text"}], [{"type": "json_object"}, {"type": "json_schema"}, {}, "text"]),
     "lora": ([[]], [[{"id": 0, "scale": 1}]]),
 }
 UNSUPPORTED_CHAT = {

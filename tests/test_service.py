@@ -10,7 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import FinishReason
+from trioserve.engine.base import Constraint, ConstraintKind, FinishReason
 from trioserve.errors import (
     ChatTemplateError,
     ContextLengthError,
@@ -869,3 +869,19 @@ async def test_a_text_far_too_long_is_refused_without_its_tokens(service_for, en
         monkeypatch.setattr(weights, "tokenize", lambda *_, **__: pytest.fail("it was tokenised"))
         with pytest.raises(ContextLengthError, match=r"at least 1000000 tokens.*4096"):
             await service.start(GenerationRequest(TextPrompt("x" * 1_000_000)), contextlib.ExitStack())
+
+
+# -- the form of an answer
+
+
+async def test_a_form_that_cannot_be_honoured_is_refused_before_a_slot_is_taken(service_for):
+    async with service_for() as service:
+        await loaded(service)
+        constraint = Constraint(ConstraintKind.REGEX, "refused")
+        with pytest.raises(
+            InvalidRequestError, match="regex can't be honoured: the fake was told to refuse it"
+        ) as caught:
+            await collect(service, request(constraint=constraint, constraint_field="regex"))
+        assert caught.value.param == "regex"
+        assert service.tally() == NOTHING
+        await collect(service, request(constraint=Constraint(ConstraintKind.REGEX, "fine")))

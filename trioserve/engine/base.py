@@ -96,6 +96,33 @@ class SessionOptions:
     flash_attention: bool | None = None
 
 
+class ConstraintKind(StrEnum):
+    """In which language a constraint is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    GBNF = "gbnf"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer has to look like.
+
+    Attributes:
+        kind: the language.
+        source: a JSON Schema as JSON; a regular expression for the whole answer, without look-around and
+            back-references; a Lark grammar with a rule ``start``; or a GBNF grammar with a rule ``root``.
+    """
+
+    kind: ConstraintKind
+    source: str
+
+
+class ConstraintError(ValueError):
+    """A constraint is wrong, or can't be followed. ``str()`` says why, naming what it is about."""
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
     """One prompt to be continued.
@@ -107,6 +134,7 @@ class SequenceRequest:
         stops: strings that end the text and never appear in it.
         ignore_eos: go on after an end-of-generation token.
         logprobs: how many of the most likely tokens to report with each token; None reports nothing.
+        constraint: what the answer has to look like; checked by ``Weights.check_constraint``.
         reuse: begin with what the session has kept of an earlier sequence, where that began in the same way.
     """
 
@@ -116,6 +144,7 @@ class SequenceRequest:
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    constraint: Constraint | None = None
     reuse: bool = True
 
 
@@ -317,6 +346,14 @@ class Weights(Protocol):
             text: any text without lone surrogates.
             special: read the text of special tokens as those tokens, as a rendered template needs.
             add_bos: put the model's beginning-of-sequence token first, where the model wants one.
+        """
+        ...
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """See that answers can be held to a constraint. May take a second.
+
+        Raises:
+            ConstraintError: they can't.
         """
         ...
 

@@ -43,6 +43,8 @@ def _item(body: Body, prompt: Prompt, choice: int, request_id: str) -> Generatio
         ignore_eos=bool(body.ignore_eos),
         cache_prompt=body.cache_prompt is not False,
         logprobs=body.reported,
+        constraint=body.form[1] if body.form else None,
+        constraint_field=body.form[0] if body.form else "response_format",
         busy_timeout_ms=body.busy_timeout_ms,
         request_id=request_id,
     )

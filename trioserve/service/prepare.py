@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import trio
 
 from trioserve.chat import ChatTemplate, default_template, normalise_messages, render_prompt
-from trioserve.engine.base import SequenceRequest, Weights
+from trioserve.engine.base import ConstraintError, SequenceRequest, Weights
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError
 from trioserve.runtime.pool import Pool
@@ -104,6 +104,7 @@ def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
     prompt = _tokens(pool, request)
     _check_length(len(prompt), pool, request)
     _check_biases(request.sampling, pool.weights.vocab_size)
+    _check_constraint(request, pool.weights)
     return SequenceRequest(
         prompt=prompt,
         max_tokens=request.max_tokens or pool.n_ctx,
@@ -111,6 +112,7 @@ def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
         stops=request.stops,
         ignore_eos=request.ignore_eos,
         logprobs=request.logprobs,
+        constraint=request.constraint,
         reuse=request.cache_prompt and pool.config.cache_prompt,
     )
 
@@ -181,6 +183,16 @@ def _check_biases(sampling: Sampling, vocab_size: int) -> None:
             )
 
 
+def _check_constraint(request: GenerationRequest, weights: Weights) -> None:
+    if request.constraint is None:
+        return
+    try:
+        weights.check_constraint(request.constraint)
+    except ConstraintError as error:
+        name = request.constraint_field
+        raise InvalidRequestError(f"{name} can't be honoured: {error}", param=name) from None
+
+
 def _template(pool: Pool) -> ChatTemplate:
     weights = pool.weights
     source = pool.config.chat_template or weights.chat_template
@@ -201,9 +213,11 @@ def _is_short(request: BatchRequest) -> bool:
 
 
 def _size(item: GenerationRequest | TrioserveError) -> int:
-    """How much work a prompt is, roughly, in characters."""
+    """How much work an item is, roughly, in characters."""
     if isinstance(item, TrioserveError):
         return 0
+    if item.constraint is not None:
+        return _INLINE_CHARACTERS  # to compile a grammar may take a second
     prompt = item.prompt
     if isinstance(prompt, TokenPrompt):
         return len(prompt.tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trioserve.engine.base import Constraint
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import TrioserveError
 
@@ -46,6 +47,8 @@ class GenerationRequest:
         ignore_eos: go on after an end-of-generation token.
         cache_prompt: don't evaluate again what the slot has kept of an earlier prompt or answer.
         logprobs: how many of the most likely tokens to report with each token; None reports nothing.
+        constraint: what the answer has to look like.
+        constraint_field: what the client calls it.
         busy_timeout_ms: how long to wait for a slot; None leaves it to model and server, 0 is not at all.
         request_id: for the log.
     """
@@ -58,6 +61,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     cache_prompt: bool = True
     logprobs: int | None = None
+    constraint: Constraint | None = None
+    constraint_field: str = "constraint"
     busy_timeout_ms: int | None = None
     request_id: str = "-"
 

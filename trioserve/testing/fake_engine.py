@@ -9,6 +9,8 @@ from pathlib import Path
 
 from trioserve.engine.base import (
     MAX_SLOTS,
+    Constraint,
+    ConstraintError,
     Failed,
     Finished,
     FinishReason,
@@ -125,6 +127,11 @@ class FakeWeights:
     def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
         """One token for each byte."""
         return list(text.encode())
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Refuse what says so."""
+        if "refused" in constraint.source:
+            raise ConstraintError("the fake was told to refuse it")
 
     def open_session(self, options: SessionOptions) -> FakeSession:
         """Make a session."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trioserve.engine.base import Failed, Finished, FinishReason, SequenceRequest, StepEvent, Token
+from trioserve.engine.base import ConstraintError, Failed, Finished, FinishReason, SequenceRequest, StepEvent, Token
+from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.context import Batch, Context, Outcome
 from trioserve.engine.llama.sampler import Sampler
 from trioserve.engine.llama.vocabulary import Vocabulary
@@ -54,6 +55,7 @@ class DecodeCore:
     Arguments:
         context: where tokens are evaluated.
         vocabulary: of the model.
+        constraints: of the model.
         n_ctx: tokens that one sequence may hold.
         n_batch: tokens that one step may evaluate.
         chunk: tokens of one prompt that one step may evaluate.
@@ -61,10 +63,19 @@ class DecodeCore:
     """
 
     def __init__(
-        self, context: Context, vocabulary: Vocabulary, *, n_ctx: int, n_batch: int, chunk: int, max_sequences: int
+        self,
+        context: Context,
+        vocabulary: Vocabulary,
+        constraints: Constraints,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        chunk: int,
+        max_sequences: int,
     ) -> None:
         self._context = context
         self._vocabulary = vocabulary
+        self._constraints = constraints
         self._n_ctx = n_ctx
         self._chunk = chunk
         self._batch = Batch(max(n_batch, max_sequences))
@@ -87,12 +98,23 @@ class DecodeCore:
             raise ValueError(f"a prompt of {len(request.prompt)} tokens does not fit into {self._n_ctx} with an answer")
         if not self._kept:
             raise RuntimeError(f"all {len(self._live)} sequences of the context are live")
-        banned = self._vocabulary.end_tokens if request.ignore_eos else ()
-        sampler = Sampler(self._vocabulary, request.sampling, request.prompt, self._n_ctx, banned, request.logprobs)
+        sampler = self._sampler(request)
         number, cached = self._place(request)
         del self._kept[number]
         self._live[number] = _Live(number, request, cached, room, sampler)
         return number
+
+    def _sampler(self, request: SequenceRequest) -> Sampler:
+        return Sampler(
+            self._vocabulary,
+            request.sampling,
+            request.prompt,
+            self._n_ctx,
+            # A grammar decides for itself when an answer may end.
+            self._vocabulary.end_tokens if request.ignore_eos and request.constraint is None else (),
+            request.logprobs,
+            None if request.constraint is None else self._constraints.matcher(request.constraint),
+        )
 
     @property
     def history(self) -> Sequence[int]:
@@ -209,7 +231,12 @@ class DecodeCore:
     def _advance(self, row: _Row, events: list[StepEvent]) -> None:
         """Sample the next token of a sequence and say what became of it."""
         live = row.live
-        token, likelihood = live.sampler.choose(self._context, row.number)
+        try:
+            token, likelihood = live.sampler.choose(self._context, row.number)
+        except ConstraintError as error:
+            live.pending = ()
+            events.append(Failed(live.number, f"the constraint can't be followed any more: {error}"))
+            return
         if not live.ignore_eos and self._vocabulary.ends_generation(token):
             events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush(), live.cached))
             return
@@ -217,6 +244,8 @@ class DecodeCore:
         events.append(Token(live.number, token, live.assembler.feed(self._vocabulary.piece(token)), likelihood))
         if live.assembler.stopped:
             events.append(Finished(live.number, FinishReason.STOP, cached=live.cached))
+        elif live.sampler.complete:
+            events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush(), live.cached))
         elif live.room == 0:
             events.append(Finished(live.number, FinishReason.LENGTH, live.assembler.flush(), live.cached))
         else:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.engine.base import Likelihood, TokenLogprob
+from trioserve.engine.llama.constraint import Matcher
 from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.sampling import Dry, Sampling
@@ -31,6 +32,7 @@ class Sampler:
         n_ctx: tokens of context, the reach of the frequency and presence penalties.
         banned: token ids that may never be chosen.
         logprobs: how many of the most likely tokens to report with each choice; None reports nothing.
+        matcher: of the grammar that the answer follows, if any.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Sampler:
         n_ctx: int,
         banned: Sequence[int] = (),
         logprobs: int | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         self._vocabulary = vocabulary
+        self._matcher = matcher
         self._banned = np.asarray(banned, np.intp) if banned else None
         self._logprobs = logprobs
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.
@@ -50,11 +54,19 @@ class Sampler:
             None if sampling.greedy and not sampling.penalised else _chain(vocabulary, sampling, prompt, n_ctx)
         )
 
+    @property
+    def complete(self) -> bool:
+        """Whether the grammar lets nothing but the end follow."""
+        return self._matcher is not None and self._matcher.complete
+
     def choose(self, context: Context, row: int) -> tuple[int, Likelihood | None]:
         """Choose the token that follows a row of the last batch, and take note of it.
 
         Returns:
             The token, and how likely the model held it and others, where that was asked for.
+
+        Raises:
+            ConstraintError: the grammar has become too complex.
         """
         if self._logprobs is None:
             return self._choose(context, row), None
@@ -64,14 +76,20 @@ class Sampler:
         return token, self._likelihood(before, token, self._logprobs)
 
     def _choose(self, context: Context, row: int) -> int:
-        if self._chain is not None and self._banned is None:
-            return int(llama_cpp.llama_sampler_sample(self._chain, context.pointer, row))
-        logits = context.logits(row)
-        if self._banned is not None:
-            logits[self._banned] = -np.inf
-        if self._chain is None:
-            return int(logits.argmax())
-        return int(llama_cpp.llama_sampler_sample(self._chain, context.pointer, row))
+        if self._chain is None or self._banned is not None or self._matcher is not None:
+            logits = context.logits(row)
+            if self._banned is not None:
+                logits[self._banned] = -np.inf
+            if self._matcher is not None:
+                self._matcher.restrict(logits)
+        token = (
+            int(logits.argmax())
+            if self._chain is None
+            else int(llama_cpp.llama_sampler_sample(self._chain, context.pointer, row))
+        )
+        if self._matcher is not None:
+            self._matcher.accept(token)
+        return token
 
     def _likelihood(self, logits: npt.NDArray[np.float32], token: int, top: int) -> Likelihood:
         shifted = logits.astype(np.float64) - logits.max()

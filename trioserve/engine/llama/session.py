@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trioserve.engine.base import Mode, SequenceRequest, SessionOptions, StepEvent, Task, Traits, Work
+from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.core import DecodeCore
 from trioserve.engine.llama.vocabulary import Vocabulary
@@ -23,13 +24,21 @@ class LlamaSession:
     Arguments:
         model: a ``llama_model`` pointer that outlives the session.
         vocabulary: of that model.
+        constraints: of that model.
         family: of that model.
         options: sizes and types.
         offloaded: whether layers run on another device than the CPU.
     """
 
     def __init__(
-        self, model: Any, vocabulary: Vocabulary, family: str, options: SessionOptions, *, offloaded: bool
+        self,
+        model: Any,
+        vocabulary: Vocabulary,
+        constraints: Constraints,
+        family: str,
+        options: SessionOptions,
+        *,
+        offloaded: bool,
     ) -> None:
         self.traits = Traits(family, Task.GENERATE, _MODES)
         self.n_ctx = options.n_ctx
@@ -38,6 +47,7 @@ class LlamaSession:
         self._core = DecodeCore(
             self._context,
             vocabulary,
+            constraints,
             n_ctx=options.n_ctx,
             n_batch=options.n_batch,
             chunk=min(options.n_ubatch, options.n_batch, options.n_ubatch if offloaded else CPU_CHUNK),

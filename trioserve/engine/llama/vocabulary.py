@@ -60,6 +60,14 @@ class Vocabulary:
         """The bytes of a token, those of control tokens too."""
         return self._render(token, special=True)
 
+    def is_control(self, token: int) -> bool:
+        """Whether a token is a mark for the model and no text: by its type, or by its look where a user defined it."""
+        attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+        if attributes & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED:
+            text = self.text_piece(token)
+            return text.startswith(b"<") and text.endswith(b">")
+        return bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL)
+
     def ends_generation(self, token: int) -> bool:
         """Whether the model says with this token that its answer is complete."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))

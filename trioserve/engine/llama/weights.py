@@ -9,9 +9,10 @@ from typing import Any
 
 import llama_cpp
 
-from trioserve.engine.base import MAX_SLOTS, LoadFailure, LoadOptions, Progress, SessionOptions
+from trioserve.engine.base import MAX_SLOTS, Constraint, LoadFailure, LoadOptions, Progress, SessionOptions
 from trioserve.engine.estimate import InspectedFile
 from trioserve.engine.gguf import HeaderError, read_header
+from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.library import captured_errors, free_device_memory, start_backend
 from trioserve.engine.llama.session import LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
@@ -38,6 +39,7 @@ class LlamaWeights:
         self._model = model
         self._offloaded = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
         self._vocabulary = Vocabulary(model)
+        self._constraints = Constraints(self._vocabulary)
         self._family = _metadata(model, "general.architecture")
         self.vocab_size = self._vocabulary.size
         self.name = _description(model)
@@ -58,9 +60,15 @@ class LlamaWeights:
         """Turn text into token ids."""
         return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)
 
+    def check_constraint(self, constraint: Constraint) -> None:
+        """See that answers can be held to a constraint."""
+        self._constraints.check(constraint)
+
     def open_session(self, options: SessionOptions) -> LlamaSession:
         """Make a session over these weights."""
-        return LlamaSession(self._model, self._vocabulary, self._family, options, offloaded=self._offloaded)
+        return LlamaSession(
+            self._model, self._vocabulary, self._constraints, self._family, options, offloaded=self._offloaded
+        )
 
     def close(self) -> None:
         """Free the model. Idempotent."""

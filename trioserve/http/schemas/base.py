@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from trioserve.engine.base import Constraint
 from trioserve.errors import InvalidRequestError
+from trioserve.http.schemas.constraints import NAMES, parse_constraint
 
 INT64 = 2**63
 MAX_CHOICES = 128
@@ -99,9 +102,6 @@ class GenerationFields(Schema):
     # Fields of OpenAI's or llama-server's API that this server can't honour, with the values that ask for nothing.
     # Anything else in them is refused, since the answer would silently be another one than was asked for.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "grammar": ("",),
-        "json_schema": ({},),
-        "response_format": ({"type": "text"},),
         "lora": ([],),
     }
 
@@ -141,6 +141,10 @@ class GenerationFields(Schema):
         description="What is added to the logits of tokens, -100 to 100, by token id; false never takes the token.",
         json_schema_extra={"examples": [{"50256": -100}]},
     )
+    response_format: Any = Field(None, description="The form of the answer: text, json_object or json_schema.")
+    json_schema: Any = Field(None, description="A JSON Schema that the answer follows; llama-server's own form.")
+    regex: Any = Field(None, description="A regular expression that the whole answer matches.")
+    grammar: Any = Field(None, description="A grammar in GBNF, with a rule named root, that the answer follows.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="How many answers to give.")
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Accepted where it is the same as n.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty per earlier use in the answer.")
@@ -166,12 +170,19 @@ class GenerationFields(Schema):
             if value is not None and not any(_same(value, neutral) for neutral in values):
                 raise InvalidRequestError(f"{name} is not supported with this value; leave it out", param=name)
         parsed._check_stops()
+        parsed.form  # noqa: B018 - read here, so that what is wrong with it is told here
         if parsed.best_of not in (None, parsed.choices):
             raise InvalidRequestError(
                 f"best_of is {parsed.best_of} and n is {parsed.choices}: all answers that are made are returned",
                 param="best_of",
             )
         return parsed
+
+    @cached_property
+    def form(self) -> tuple[str, Constraint] | None:
+        """The field that gives the answer a form, and what it says."""
+        given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
+        return parse_constraint(given)
 
     @property
     def choices(self) -> int:

@@ -1,0 +1,160 @@
+"""Answers that follow a grammar: which tokens may come next, from llguidance.
+
+llguidance keeps a parser of the grammar and, for each step, walks it against a trie of all tokens. What it can't honour
+of a JSON schema it says, instead of ignoring it. One tokenizer for it is made for each model, when it is first needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.engine.base import Constraint, ConstraintError, ConstraintKind
+from trioserve.engine.llama.vocabulary import Vocabulary
+
+_COMPILED = 32  # grammars that are kept for the next request with the same one
+_BITS = 32
+# Between the parts of JSON: enough to lay it out, too little to go on for ever, as small models do where they may.
+_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}
+
+
+class Matcher:
+    """The state of one sequence's grammar.
+
+    Arguments:
+        matcher: llguidance's, at the beginning of the grammar; owned by this object.
+        n_vocab: size of the vocabulary.
+    """
+
+    def __init__(self, matcher: Any, n_vocab: int) -> None:
+        self._matcher = matcher
+        self._mask = np.zeros(-(-n_vocab // _BITS), np.int32)
+        self._n_vocab = n_vocab
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def restrict(self, logits: npt.NDArray[np.float32]) -> None:
+        """Make impossible what may not come next.
+
+        Arguments:
+            logits: ``[n_vocab]``, changed in place.
+
+        Raises:
+            ConstraintError: the grammar has become too complex.
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._check()
+        allowed = np.unpackbits(self._mask.view(np.uint8), count=self._n_vocab, bitorder="little")
+        logits[allowed == 0] = -np.inf
+
+    def accept(self, token: int) -> None:
+        """Take note of the token that was chosen.
+
+        Raises:
+            ConstraintError: the grammar has become too complex.
+        """
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintError(str(self._matcher.get_error()))
+
+
+class Constraints:
+    """Compiles grammars for one model. Safe from every thread.
+
+    Arguments:
+        vocabulary: of the model; outlives this object.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, constraint: Constraint) -> None:
+        """See that a grammar can be followed; the next ``matcher`` for it costs nothing.
+
+        Raises:
+            ConstraintError: it is wrong, can't be followed, or is too large. ``str()`` says what of it.
+        """
+        with self._lock:
+            if constraint in self._compiled:
+                self._compiled.move_to_end(constraint)
+                return
+        compiled = self._compile(constraint)
+        with self._lock:
+            self._compiled[constraint] = compiled
+            while len(self._compiled) > _COMPILED:
+                self._compiled.popitem(last=False)
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """Start over with a grammar; see ``check`` for the errors."""
+        self.check(constraint)
+        with self._lock:
+            compiled = self._compiled.get(constraint)
+        if compiled is None:  # so many others came in between
+            compiled = self._compile(constraint)
+        return Matcher(compiled.deep_copy(), self._vocabulary.size)
+
+    def _compile(self, constraint: Constraint) -> Any:
+        import llguidance  # heavy: only where a request needs it
+
+        try:
+            matcher = llguidance.LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
+        except Exception as error:
+            raise ConstraintError(_first_line(str(error))) from None
+        if matcher.is_error():
+            raise ConstraintError(_first_line(str(matcher.get_error())))
+        return matcher
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        import llguidance
+
+        vocabulary = self._vocabulary
+        # llguidance takes a token of no text, which no grammar can ask for, by this first byte.
+        tokens = [
+            (b"\xff" if vocabulary.is_control(token) else b"") + vocabulary.text_piece(token)
+            for token in range(vocabulary.size)
+        ]
+        tokenize = ctypes.cast(llama_cpp.llama_cpp._lib.llama_tokenize, ctypes.c_void_p).value
+        return llguidance.LLTokenizer.from_llamacpp(
+            tokens=tokens,
+            vocab_ptr=vocabulary.pointer,
+            tokenize_fptr=tokenize,
+            eos_token=list(vocabulary.end_tokens) or None,
+        )
+
+
+def _grammar(constraint: Constraint) -> str:
+    """A constraint in llguidance's own form."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        return str(LLMatcher.grammar_from_json_schema(constraint.source, defaults=_JSON_OPTIONS))
+    if constraint.kind is ConstraintKind.REGEX:
+        return str(LLMatcher.grammar_from_regex(constraint.source))
+    source = constraint.source
+    if constraint.kind is ConstraintKind.GBNF:
+        source = gbnf_to_lark(source)
+    return str(LLMatcher.grammar_from_lark(source))
+
+
+def _first_line(message: str) -> str:
+    """The part of a message that says what is wrong, without the source it was found in."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("error:")] or lines[:1] or ["it can't be followed"]
+    return told[0].removeprefix("error:").strip()[:300]

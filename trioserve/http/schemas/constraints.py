@@ -1,0 +1,88 @@
+"""Fields that hold an answer to a form: ``response_format``, ``json_schema``, ``regex`` and ``grammar``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from trioserve.engine.base import Constraint, ConstraintKind
+from trioserve.errors import InvalidRequestError
+
+NAMES = ("response_format", "json_schema", "regex", "grammar")
+MAX_SOURCE = 256 * 1024  # characters
+_ANY_OBJECT = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}')
+
+
+def parse_constraint(fields: Mapping[str, object]) -> tuple[str, Constraint] | None:
+    """Read what form the answer shall have.
+
+    Arguments:
+        fields: those of ``NAMES`` that were given and not null.
+
+    Returns:
+        The field that says so, and the constraint; None where the answer is free.
+
+    Raises:
+        InvalidRequestError: a field is wrong, or two of them contradict each other.
+    """
+    found = [
+        (name, constraint) for name, value in fields.items() if (constraint := _READERS[name](value, name)) is not None
+    ]
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise InvalidRequestError(f"{names} are both given: an answer has one form", param=found[1][0])
+    return found[0] if found else None
+
+
+def _response_format(value: object, name: str) -> Constraint | None:
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{name}: must be an object", param=name)
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = value.get("schema")  # as llama.cpp's server takes it
+        return _ANY_OBJECT if schema is None else _schema(schema, f"{name}.schema")
+    if kind == "json_schema":
+        wrapped = value.get("json_schema")
+        if not isinstance(wrapped, Mapping):
+            raise InvalidRequestError(f"{name}.json_schema: must be an object", param=f"{name}.json_schema")
+        return _schema(wrapped.get("schema", {}), f"{name}.json_schema.schema")
+    raise InvalidRequestError(f"{name}.type: must be text, json_object or json_schema", param=f"{name}.type")
+
+
+def _json_schema(value: object, name: str) -> Constraint | None:
+    return None if value == {} else _schema(value, name)
+
+
+def _schema(value: object, name: str) -> Constraint:
+    if not isinstance(value, (Mapping, bool)):
+        raise InvalidRequestError(f"{name}: must be a JSON Schema, an object or a boolean", param=name)
+    return Constraint(ConstraintKind.JSON_SCHEMA, _bounded(json.dumps(value, separators=(",", ":")), name))
+
+
+def _regex(value: object, name: str) -> Constraint | None:
+    return _text(ConstraintKind.REGEX, value, name)
+
+
+def _grammar(value: object, name: str) -> Constraint | None:
+    return _text(ConstraintKind.GBNF, value, name)
+
+
+def _text(kind: ConstraintKind, value: object, name: str) -> Constraint | None:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name}: must be a string", param=name)
+    return Constraint(kind, _bounded(value, name)) if value else None
+
+
+def _bounded(source: str, name: str) -> str:
+    if len(source) > MAX_SOURCE:
+        raise InvalidRequestError(f"{name}: has {len(source)} characters, at most {MAX_SOURCE} are allowed", param=name)
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"{name}: must not contain lone surrogates", param=name) from None
+    return source
+
+
+_READERS = {"response_format": _response_format, "json_schema": _json_schema, "regex": _regex, "grammar": _grammar}
