@@ -3,12 +3,14 @@
 import importlib.metadata
 import os
 import signal
+import struct
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from gguf_parts import STRING, entry, text
 
 from trioserve import cli
 from trioserve.config import settings, settings_by_flag
@@ -45,7 +47,8 @@ def served(monkeypatch):
 @pytest.fixture
 def gguf(tmp_path):
     file = tmp_path / "tiny.gguf"
-    file.write_bytes(b"GGUF\x03\0\0\0")
+    architecture = entry("general.architecture", STRING, text("llama"))
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + architecture)
     return file
 
 
@@ -218,3 +221,11 @@ def test_validate_tells_of_a_template_that_is_none(tmp_path, capsys):
     complaint = capsys.readouterr().err
     assert complaint.startswith("trioserve: chat_template of model 'tiny':")
     assert complaint.count("tiny") == complaint.count("\n") == 1
+
+
+def test_validate_looks_at_the_whole_header(gguf, capsys):
+    gguf.write_bytes(gguf.read_bytes()[:-1])
+    assert cli.main(["validate", str(gguf)]) == 2
+    assert capsys.readouterr().err == (
+        f"trioserve: model 'tiny': model file '{gguf}' can't be used: it ends inside its header\n"
+    )

@@ -4,6 +4,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from gguf_parts import ARRAY, F32, F64, STRING, U32, U64, TensorParts, entry, text
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import smollm2, tiny_encoder, tiny_encoder_decoder, tiny_model
@@ -16,25 +17,13 @@ from trioserve.engine.llama import LlamaEngine
 
 import gguf  # isort: skip - brings numpy in, which has to come after llama_cpp
 
-U32, F32, BOOL, STRING, ARRAY, U64, F64 = 4, 6, 7, 8, 9, 10, 12
-
-
-def text(value):
-    data = value if isinstance(value, bytes) else value.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def entry(key, kind, data):
-    return text(key) + struct.pack("<I", kind) + data
-
 
 def array(kind, *items, claimed=None):
     return struct.pack("<IQ", kind, len(items) if claimed is None else claimed) + b"".join(items)
 
 
 def tensor(name="t", shape=(32,), kind=0, offset=0):
-    dimensions = struct.pack("<I", len(shape)) + b"".join(struct.pack("<Q", size) for size in shape)
-    return text(name) + dimensions + struct.pack("<IQ", kind, offset)
+    return TensorParts(name, shape, kind).head(offset)
 
 
 ARCHITECTURE = entry("general.architecture", STRING, text("llama"))
@@ -207,11 +196,17 @@ def test_absurd_claims_are_refused(path, huge, claim):
         (header(version=4), "version is 4"),
         (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "version is 50331648"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "architecture"),
-        (header(entry("general.architecture", U32, b"\1\0\0\0")), "architecture"),
+        (header(ARCHITECTURE), "'general.architecture' twice"),
+        (header(entry("x", U32, b"\1\0\0\0"), entry("x", STRING, text(""))), "'x' twice"),
+        (header(entry("a\0b", U32, b"\1\0\0\0")), "a key with a NUL"),
+        (header(tensors=(tensor("a\0b"),)), "a tensor with a NUL"),
+        (header(entry("split.no", U32, b"\1\0\0\0")), "split.no is not an unsigned number of 16"),
+        (header(entry("tokenizer.ggml.tokens", ARRAY, array(STRING, text("a"), text("a")))), "b'a' twice"),
+        (header(entry("tokenizer.ggml.tokens", ARRAY, array(STRING, text("a"), text("a\0b")))), "b'a' twice"),
+        (header(entry("tokenizer.ggml.tokens", ARRAY, array(STRING, text("[EMPTY_1]"), text("")))), "EMPTY_1.* twice"),
         (header(entry("x", 13, b"")), "unknown type 13"),
         (header(entry("x", 2**32 - 1, b"")), "unknown type"),
         (header(entry("x", ARRAY, array(13, b"\0"))), "unknown type 13"),
-        (header(tensors=(tensor(shape=()),)), "0 dimensions"),
         (header(tensors=(tensor(shape=(1,) * 5),)), "5 dimensions"),
         (header(tensors=(tensor(kind=4),)), "unknown type 4"),
         (header(tensors=(tensor(kind=2**32 - 1),)), "unknown type"),

@@ -6,8 +6,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.engine.base import LoadOptions
-from trioserve.errors import ModelLoadError
+from trioserve.engine.base import LoadOptions, UnusableFile
+from trioserve.errors import InvalidModelError, ModelLoadError
 from trioserve.testing import FakeWeights, ThreadGate
 
 OPTIONS = LoadOptions()
@@ -315,3 +315,13 @@ async def test_weights_are_freed_beside_any_number_of_loads(engine, cache, make_
         await cache.release(weights)
         assert engine.closed == ["done"]
         engine.load_gate.open()
+
+
+async def test_a_file_at_fault_is_told_from_a_load_that_failed(engine, cache, model_file, monkeypatch):
+    def refuse(*_):
+        raise UnusableFile("it is of another kind")
+
+    monkeypatch.setattr(engine, "load", refuse)
+    with pytest.raises(InvalidModelError, match=r"tiny\.gguf.*another kind") as caught:
+        await cache.acquire(model_file, OPTIONS)
+    assert caught.value.param == "path"

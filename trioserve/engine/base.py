@@ -251,6 +251,10 @@ class LoadFailure(Exception):
     """The engine could not make weights or a session. ``str()`` says why, in its own words."""
 
 
+class UnusableFile(LoadFailure):
+    """The model's file is at fault: it is damaged, or of a kind that can't be served. Trying again won't help."""
+
+
 class Session(Protocol):
     """Everything mutable about one execution. Worked by one thread at a time.
 
@@ -426,7 +430,7 @@ class Engine(Protocol):
         """Read a file's header; nothing is loaded.
 
         Raises:
-            LoadFailure: the file is no GGUF, damaged or truncated.
+            UnusableFile: the file is no GGUF, damaged, truncated, or would end the process.
         """
         ...
 
@@ -434,6 +438,7 @@ class Engine(Protocol):
         """Load a GGUF file.
 
         Raises:
-            LoadFailure: the file is damaged, of an unknown architecture, or too large.
+            UnusableFile: the file is damaged, or of an architecture that can't be served.
+            LoadFailure: it could not be loaded now, for want of memory for example.
         """
         ...

@@ -18,6 +18,7 @@ from trioserve.engine.base import (
     Progress,
     Session,
     SessionOptions,
+    UnusableFile,
     Weights,
 )
 from trioserve.engine.prefix import common_prefix
@@ -142,7 +143,7 @@ async def open_sessions(
         The weights, the sessions, and how they were made.
 
     Raises:
-        InvalidModelError: the model can't have that many slots.
+        InvalidModelError: the model can't have that many slots, or its file can't be used.
         ModelLoadError: weights or a session could not be made.
     """
     weights = await cache.acquire(config.path, load_options(config), progress)
@@ -192,7 +193,7 @@ async def tried_out(config: ModelConfig, cache: WeightsCache) -> AsyncIterator[N
     Weights that are loaded already are reused, and the load that follows within the block reuses these.
 
     Raises:
-        InvalidModelError: the model can't have that many slots.
+        InvalidModelError: the model can't have that many slots, or its file can't be used.
         ModelLoadError: weights or a session could not be made.
     """
     weights = await cache.acquire(config.path, load_options(config))
@@ -220,6 +221,8 @@ class _Maker:
     async def open(self, options: SessionOptions, index: int) -> Session:
         try:
             return await trio.to_thread.run_sync(self._weights.open_session, options, limiter=self._limiter)
+        except UnusableFile as error:
+            raise InvalidModelError(f"{self._weights.name} can't be used: {error}", param="path") from None
         except LoadFailure as error:
             raise ModelLoadError(f"slot {index} of {self._weights.name} could not be made: {error}") from None
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import trio
 
-from trioserve.engine.base import Engine, LoadFailure, LoadOptions, Progress, Weights
-from trioserve.errors import ModelLoadError
+from trioserve.engine.base import Engine, LoadFailure, LoadOptions, Progress, UnusableFile, Weights
+from trioserve.errors import InvalidModelError, ModelLoadError
 
 logger = logging.getLogger("trioserve.weights")
 
@@ -48,7 +48,7 @@ class _Entry:
     users: int
     wanted: bool = True
     weights: Weights | None = None
-    error: ModelLoadError | None = None
+    error: ModelLoadError | InvalidModelError | None = None
     unforeseen: Exception | None = None
     settled: trio.Event = field(default_factory=trio.Event)
     freed: trio.Event = field(default_factory=trio.Event)
@@ -80,7 +80,8 @@ class WeightsCache:
             progress: told of the load, if it is this call that loads.
 
         Raises:
-            ModelLoadError: the file could not be loaded.
+            InvalidModelError: the file can't be loaded, now or later.
+            ModelLoadError: it could not be loaded now.
         """
         try:
             key = _Key.of(path, options)
@@ -154,6 +155,8 @@ class WeightsCache:
                     self._engine.load, path, key.options, note, limiter=self._limiter
                 )
             self._keys[id(entry.weights)] = key
+        except UnusableFile as error:
+            entry.error = InvalidModelError(f"model file {str(path)!r} can't be used: {error}", param="path")
         except LoadFailure as error:
             entry.error = ModelLoadError(f"{path} could not be loaded: {error}")
         except Exception as error:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trioserve.chat import ChatTemplate
 from trioserve.config import Config, ModelConfig, check_model_file
-from trioserve.errors import ChatTemplateError, ConfigError
+from trioserve.engine.gguf import HeaderError
+from trioserve.engine.model_file import inspect_model
+from trioserve.errors import ChatTemplateError, ConfigError, InvalidModelError
 
 
 def check_models(config: Config) -> None:
@@ -27,3 +31,15 @@ def check_model(model: ModelConfig) -> None:
         ChatTemplate(model.chat_template, bos_token="", eos_token="")
     except ChatTemplateError as error:
         raise ConfigError(f"chat_template of model {model.id!r}: {error.message}") from None
+
+
+def check_header(path: Path) -> None:
+    """Look at the whole header of a model's file, as every load does first.
+
+    Raises:
+        InvalidModelError: it can't be loaded.
+    """
+    try:
+        inspect_model(path)
+    except (OSError, HeaderError) as error:
+        raise InvalidModelError(f"model file {str(path)!r} can't be used: {error}", param="path") from None

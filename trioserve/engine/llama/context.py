@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.engine.base import LoadFailure, SessionOptions
+from trioserve.engine.base import LoadFailure, SessionOptions, UnusableFile
 from trioserve.engine.llama.library import captured_errors, flag_reader
 
 _KV_TYPES = {
@@ -108,7 +108,8 @@ class Context:
         offloaded: whether layers run on another device than the CPU.
 
     Raises:
-        LoadFailure: llama.cpp could not allocate it, or the model can't continue a text.
+        LoadFailure: llama.cpp could not allocate it.
+        UnusableFile: the model can't continue a text.
     """
 
     def __init__(self, model: Any, n_vocab: int, options: SessionOptions, *, offloaded: bool) -> None:
@@ -122,7 +123,9 @@ class Context:
         if not self._memory:
             # llama_decode would take such a model for an encoder, and abort the process.
             self.close()
-            raise LoadFailure("the model keeps no earlier tokens: it is made for embeddings or diffusion, not for text")
+            raise UnusableFile(
+                "the model keeps no earlier tokens: it is made for embeddings or diffusion, not for text"
+            )
         llama_cpp.llama_set_abort_callback(self._ctx, self._read_flag, ctypes.cast(self._flag, ctypes.c_void_p))
         self._threads = 0
         self.errors: list[str] = []

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
-from trioserve.engine.base import MAX_SLOTS, Constraint, LoadFailure, LoadOptions, Progress, SessionOptions
+from trioserve.engine.base import (
+    MAX_SLOTS,
+    Constraint,
+    LoadFailure,
+    LoadOptions,
+    Progress,
+    SessionOptions,
+    UnusableFile,
+)
 from trioserve.engine.estimate import InspectedFile
-from trioserve.engine.gguf import HeaderError, read_header
+from trioserve.engine.gguf import HeaderError
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.library import captured_errors, free_device_memory, start_backend
 from trioserve.engine.llama.session import LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
+from trioserve.engine.model_file import inspect_model
 
-_NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
+_NO_VOCABULARY, _WORDPIECE = 0, 3  # LLAMA_VOCAB_TYPE_NONE, LLAMA_VOCAB_TYPE_WPM
 _TEXT_BYTES = 256
 _LOAD_MODES = {  # by (mmap, mlock)
     (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
@@ -25,6 +35,24 @@ _LOAD_MODES = {  # by (mmap, mlock)
     (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
     (True, True): llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
 }
+# What llama.cpp says where trying again won't help. What else it says is taken for a lack of memory, or of luck.
+_FAULTS_OF_THE_FILE = (
+    "gguf_init_from_reader",
+    "unknown model architecture",
+    "unsupported model architecture",
+    "error loading model hyperparameters",
+    "error loading model vocabulary",
+    "check_tensor_dims",
+    "done_getting_tensors",
+    "missing tensor",
+    "has wrong type",
+    "key not found",
+    "within the file bounds",
+    "split file",
+    "corrupted model",
+    "invalid model",
+    "CLIP cannot be used",
+)
 
 
 class LlamaWeights:
@@ -87,9 +115,9 @@ class LlamaEngine:
     def inspect(self, path: Path) -> InspectedFile:
         """Read a file's header; see ``engine.base.Engine.inspect``."""
         try:
-            return InspectedFile(read_header(path), offloads=bool(llama_cpp.llama_supports_gpu_offload()))
+            return InspectedFile(inspect_model(path), offloads=bool(llama_cpp.llama_supports_gpu_offload()))
         except (OSError, HeaderError) as error:
-            raise LoadFailure(str(error)) from None
+            raise UnusableFile(str(error)) from None
 
     def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> LlamaWeights:
         """Load a GGUF file; see ``engine.base.Engine.load``."""
@@ -103,10 +131,10 @@ class LlamaEngine:
         with captured_errors() as errors:
             model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not model:
-            raise LoadFailure("; ".join(errors[-3:]) or "llama.cpp gave no reason")
+            raise _failure(errors)
         if reason := _unusable(model):
             llama_cpp.llama_model_free(model)
-            raise LoadFailure(reason)
+            raise UnusableFile(reason)
         return LlamaWeights(model, options)
 
 
@@ -117,16 +145,37 @@ def _progress_callback(progress: Progress | None) -> Any:
     return llama_cpp.llama_progress_callback(report)
 
 
+def _failure(errors: Sequence[str]) -> LoadFailure:
+    """What to raise for a load that ended with these lines."""
+    reason = "; ".join(errors[-3:])
+    if any(words in reason for words in _FAULTS_OF_THE_FILE) and "bad_alloc" not in reason:
+        return UnusableFile(reason)
+    return LoadFailure(reason or "llama.cpp gave no reason")
+
+
 def _unusable(model: Any) -> str | None:
     """Why this model can't answer prompts, or None."""
     vocab = llama_cpp.llama_model_get_vocab(model)
     if llama_cpp.llama_vocab_type(vocab) == _NO_VOCABULARY or llama_cpp.llama_vocab_n_tokens(vocab) == 0:
         return "the file has no vocabulary"
+    if lacking := _lacking_special(vocab):
+        return f"its tokenizer puts a {lacking} token into every prompt, but has none"
     if llama_cpp.llama_model_has_encoder(model) or not llama_cpp.llama_model_has_decoder(model):
         return "models with an encoder are not supported"
     if llama_cpp.llama_model_is_diffusion(model):
         return "diffusion models are not supported"
     return None
+
+
+def _lacking_special(vocab: Any) -> str | None:
+    """A special token that the tokenizer would add, and abort the process for want of it; or None."""
+    always = llama_cpp.llama_vocab_type(vocab) == _WORDPIECE
+    wanted = {
+        "beginning-of-sequence": (llama_cpp.llama_vocab_get_add_bos(vocab) or always, llama_cpp.llama_vocab_bos(vocab)),
+        "end-of-sequence": (llama_cpp.llama_vocab_get_add_eos(vocab), llama_cpp.llama_vocab_eos(vocab)),
+        "separator": (always, llama_cpp.llama_vocab_sep(vocab)),
+    }
+    return next((name for name, (added, token) in wanted.items() if added and token < 0), None)
 
 
 def _description(model: Any) -> str:
