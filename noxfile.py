@@ -103,3 +103,9 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Load a running server: nox -s bench -- URL MODEL [--clients 1,2,4,8]."""
     run(session, "trioserve.bench", *session.posargs)
+
+
+@nox.session
+def bench_scheduling(session: nox.Session) -> None:
+    """What admission costs with ever more waiters."""
+    run(session, "tests.benchmarks.scheduling", *session.posargs)

@@ -404,7 +404,7 @@ async def test_spare_slots_behind_an_unload_stay_free(stage):
     await stage.engine.step_gate.arrived(TOKENS + 1)
     await arrive(stage, "unload", "infer")
     status = stage.service.models()[0]
-    assert (status.active_slots, status.queued_requests) == (1, 1)
+    assert (status.active_slots, status.queued_requests, status.queued_operations) == (1, 1, 1)
     stage.open_all()
     await stage.settled("0-unload", "1-infer")
     assert stage.results["1-infer"] == ANSWER

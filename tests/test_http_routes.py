@@ -209,6 +209,7 @@ async def test_models_are_listed_in_order_with_their_state():
             "slots": 3,
             "active_slots": 0,
             "queued_requests": 0,
+            "queued_operations": 0,
             "max_parallel_slots": 16,
             "n_ctx": 4096,
         }

@@ -295,6 +295,18 @@ async def test_an_unload_lets_earlier_work_finish_and_later_requests_load_again(
     assert engine.loads == 2
 
 
+async def test_a_wait_behind_a_slow_teardown_ends_at_its_bound(model_for, engine):
+    async with model_for() as model, trio.open_nursery() as nursery:
+        await answer(model)
+        engine.close_gate.shut()
+        nursery.start_soon(model.unload)
+        await engine.close_gate.arrived(1)
+        with pytest.raises(ServerBusyError, match="busy_timeout_ms"):
+            await model.admit(0.02)
+        assert (model.status().state, model.status().queued_requests) == (ModelState.UNLOADING, 0)
+        engine.close_gate.open()
+
+
 async def test_a_request_during_a_slow_teardown_waits_and_is_answered(model_for, engine, monkeypatch):
     async with model_for() as model:
         await answer(model)

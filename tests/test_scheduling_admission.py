@@ -1,6 +1,7 @@
 """Who gets which slot: the decider as plain functions, on a clock that the tests set."""
 
 import itertools
+import sys
 
 import pytest
 
@@ -455,6 +456,63 @@ def test_everything_returned_is_idle(two):
 def test_the_repr_tells_the_state(one):
     enter(one, request())
     assert "active=1" in repr(one)
+
+
+# -- effort
+
+
+class Compared(Ticket):
+    """A ticket that runs code when it is compared: whoever searches a queue does that."""
+
+    __hash__ = Ticket.__hash__
+
+    def __eq__(self, other):
+        return self is other
+
+
+def effort(operation):
+    """Lines of Python that an operation runs."""
+    lines = 0
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        operation()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def turned_away(admission):
+    with pytest.raises(ServerBusyError):
+        admission.enter(Compared(wait=0), 0.0)
+
+
+EFFORTS = {
+    "enter": lambda admission, holder, line: enter(admission, Compared()),
+    "turn away": lambda admission, holder, line: turned_away(admission),
+    "withdraw the first": lambda admission, holder, line: withdraw(admission, line[0]),
+    "withdraw from the middle": lambda admission, holder, line: withdraw(admission, line[len(line) // 2]),
+    "withdraw the last": lambda admission, holder, line: withdraw(admission, line[-1]),
+    "withdraw a stranger": lambda admission, holder, line: withdraw(admission, Compared()),
+    "release and grant": lambda admission, holder, line: release(admission, holder),
+    "count": lambda admission, holder, line: admission.statistics(),
+}
+
+
+@pytest.mark.parametrize("operation", EFFORTS)
+def test_a_longer_queue_makes_no_step_longer(operation):
+    def at(waiters):
+        admission = Admission(slots=1, max_queued=waiters + 1)
+        holder, *line = (enter(admission, Compared()) for _ in range(waiters + 1))
+        return effort(lambda: EFFORTS[operation](admission, holder, line))
+
+    assert at(10) == at(1_000) == at(10_000) > 0
 
 
 # -- the layers of the busy timeout

@@ -31,6 +31,7 @@ HAIKU = [{"role": "user", "content": "Write a haiku about the sea."}]
 HANGUL = "안녕하세요. 저는 한국어를 배우고 있습니다. 안녕하세요. 저는 한국어를"
 FAMILIES = "👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧"
 SMALL_CONTEXT = 64
+SEEDS = 16
 
 
 @pytest.fixture
@@ -138,6 +139,18 @@ def test_stream_equals_whole(client, body):
     assert "\ufffd" not in alone.text
     assert told.chunks > 2
     assert not any(stop in alone.text for stop in body.get("stop", ()))
+
+
+def test_streams_that_a_stop_string_ends_equal_whole_answers_whatever_the_seed(client):
+    def both(seed):
+        body = completion("Apples\nPears\nPlums\n", temperature=1, seed=seed, stop="\n", max_tokens=8)
+        return ask(client, body), ask(client, {**body, "stream": True})
+
+    with ThreadPoolExecutor(4) as threads:
+        pairs = list(threads.map(both, range(SEEDS)))
+    assert all((told.text, told.finish_reason) == (alone.text, alone.finish_reason) for alone, told in pairs)
+    assert not any("\n" in alone.text for alone, _ in pairs)
+    assert "stop" in {alone.finish_reason for alone, _ in pairs}
 
 
 @pytest.mark.parametrize("prompt", [HANGUL, FAMILIES])

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from openai import APIError
 
 from .client import (
     COMPLETIONS,
@@ -22,6 +23,7 @@ from .client import (
     exactly,
     http,
     model,
+    openai,
     wait_active,
     wait_idle,
     wait_queued,
@@ -141,6 +143,19 @@ def test_drain_bound_cuts_off_what_is_left():
     with serving("--drain-timeout-ms", "300") as (daemon, _), under_way(daemon) as clients:
         daemon.signal(signal.SIGTERM)
         assert_cut_off(daemon, clients)
+
+
+def test_official_client_raises_where_its_stream_is_cut_off():
+    with serving() as (daemon, _), openai(daemon.url) as client:
+        endless = {"max_tokens": ENDLESS, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(model="smollm2", prompt="Once upon a time", stream=True, **endless)
+        next(stream)
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_for_log("draining active=1")
+        daemon.signal(signal.SIGTERM)
+        with pytest.raises(APIError, match="shutting down"):
+            list(stream)
+        assert_gone(daemon, CUT_OFF, 3)
 
 
 @contextlib.contextmanager

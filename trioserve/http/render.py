@@ -61,6 +61,7 @@ def model(status: ModelStatus) -> dict[str, object]:
         "slots": status.slots,
         "active_slots": status.active_slots,
         "queued_requests": status.queued_requests,
+        "queued_operations": status.queued_operations,
         "max_parallel_slots": status.max_parallel_slots,
         "n_ctx": status.n_ctx,
     }

@@ -43,6 +43,7 @@ class ModelStatus:
         slots: as configured.
         active_slots: leased.
         queued_requests: waiting for a slot.
+        queued_operations: loads and unloads that wait for their turn.
         max_parallel_slots: what the loaded model can have; None while it is unloaded.
         n_ctx: tokens of context of each slot; None while it is unloaded.
         leased: the time since which each leased slot has been, in seconds on Trio's clock.
@@ -54,6 +55,7 @@ class ModelStatus:
     slots: int
     active_slots: int
     queued_requests: int
+    queued_operations: int
     max_parallel_slots: int | None
     n_ctx: int | None
     leased: Mapping[int, float]
@@ -284,6 +286,7 @@ class Model:
             slots=statistics.slots,
             active_slots=statistics.active,
             queued_requests=statistics.queued,
+            queued_operations=statistics.waiting_managers,
             max_parallel_slots=pool.weights.max_sessions if pool else None,
             n_ctx=pool.n_ctx if pool else None,
             leased=self._gate.leases(),

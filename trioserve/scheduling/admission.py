@@ -7,11 +7,13 @@ with the present time, and carries out the grants that ``assign`` returns. Rules
 - A request takes one free slot; a management operation takes the whole model, once every lease is back.
 - Whoever stands behind a waiting management operation waits too, even when slots are free: neither side starves.
 - A grant is recorded in the very step that made it possible, so no newcomer can slip in before it is carried out.
+
+No step takes longer for a longer queue, wherever in it a ticket stands.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -63,7 +65,8 @@ class Admission:
     def __init__(self, slots: int, max_queued: int) -> None:
         self._slots = slots
         self._max_queued = max_queued
-        self._queue: deque[Ticket] = deque()
+        # Ordered, and left from the middle in one step: neither a list, nor a dict, whose head is searched for.
+        self._queue: OrderedDict[Ticket, None] = OrderedDict()
         self._waiting_managers = 0  # how many of the queued tickets are managers', so that counting costs nothing
         self._leases: dict[int, Ticket] = {}
         self._exclusive: Ticket | None = None
@@ -99,7 +102,7 @@ class Admission:
             ServerBusyError: it may not wait as long as it would have to, or the queue is full.
         """
         self.check(ticket, now)
-        self._queue.append(ticket)
+        self._queue[ticket] = None
         self._waiting_managers += ticket.kind is Kind.MANAGER
 
     def assign(self, now: float) -> list[Ticket]:
@@ -109,9 +112,8 @@ class Admission:
             The tickets granted in this step; each has its ``slot`` and ``since`` set.
         """
         grants = []
-        while self._queue and self._fits(self._queue[0]):
-            ticket = self._queue.popleft()
-            self._waiting_managers -= ticket.kind is Kind.MANAGER
+        while self._queue and self._fits(ticket := next(iter(self._queue))):
+            self._leave(ticket)
             self._grant(ticket, now)
             grants.append(ticket)
         return grants
@@ -124,8 +126,7 @@ class Admission:
         if ticket.granted:
             self.release(ticket)
         elif ticket in self._queue:
-            self._queue.remove(ticket)
-            self._waiting_managers -= ticket.kind is Kind.MANAGER
+            self._leave(ticket)
 
     def release(self, ticket: Ticket) -> None:
         """Return what was granted. The caller runs ``assign`` next.
@@ -165,6 +166,10 @@ class Admission:
     @property
     def _queued_requests(self) -> int:
         return len(self._queue) - self._waiting_managers
+
+    def _leave(self, ticket: Ticket) -> None:
+        del self._queue[ticket]
+        self._waiting_managers -= ticket.kind is Kind.MANAGER
 
     def _grant(self, ticket: Ticket, now: float) -> None:
         ticket.since = now

@@ -20,6 +20,8 @@ import llama_cpp
 _logger = logging.getLogger("trioserve.llama")
 _capture = threading.local()
 _GPUS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU of ggml-backend.h
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_LARGE_BUFFER = 1 << 20  # bytes
 _LEVEL_ERROR = 4  # of ggml.h; the list in a comment of llama_cpp._logger is an older one
 
 
@@ -34,9 +36,21 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
     _logger.debug("%s", line)
 
 
+def _return_large_buffers() -> None:
+    """Make glibc give large buffers back to the system the moment they are freed.
+
+    Left alone, it raises its bound for that with the first cache that is freed. From then on caches come from the heaps
+    of the threads that ask for them, and each of those keeps tens of megabytes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BUFFER)
+
+
 @functools.cache
 def start_backend() -> None:
     """Bring the library up, once in the life of the process."""
+    _return_large_buffers()
     llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
 
