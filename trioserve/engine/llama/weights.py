@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
-from trioserve.engine.base import MAX_SLOTS, LoadFailure, LoadOptions, Progress, SessionOptions
+from trioserve.engine.base import MAX_SLOTS, LoadFailure, LoadOptions, Progress, SessionOptions, Task, UnfitOptions
 from trioserve.engine.estimate import InspectedFile
 from trioserve.engine.gguf import HeaderError, read_header
+from trioserve.engine.llama.embedder import EmbeddingSession
 from trioserve.engine.llama.library import captured_errors, free_device_memory, start_backend
 from trioserve.engine.llama.session import LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
 
 _NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
+_NO_POOLING, _RANK = ("", "-1", "0"), "4"  # of llama_pooling_type, as a file's metadata spells it
+_POSITIONS = "position_embd.weight"
 _TEXT_BYTES = 256
 _LOAD_MODES = {  # by (mmap, mlock)
     (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
@@ -32,16 +36,19 @@ class LlamaWeights:
     Arguments:
         model: the pointer, owned by this object from now on.
         options: how it was loaded.
+        positions: the most tokens of context that it can have, where that has a limit.
     """
 
-    def __init__(self, model: Any, options: LoadOptions) -> None:
+    def __init__(self, model: Any, options: LoadOptions, positions: int | None) -> None:
         self._model = model
+        self._positions = positions
         self._offloaded = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
         self._vocabulary = Vocabulary(model)
         self._family = _metadata(model, "general.architecture")
         self.vocab_size = self._vocabulary.size
         self.name = _description(model)
         self.n_ctx_train: int = llama_cpp.llama_model_n_ctx_train(model)
+        self.n_embd: int = llama_cpp.llama_model_n_embd_out(model)
         self.size: int = llama_cpp.llama_model_size(model)
         self.chat_template = _chat_template(model)
         self.bos = self._vocabulary.bos
@@ -58,8 +65,16 @@ class LlamaWeights:
         """Turn text into token ids."""
         return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)
 
-    def open_session(self, options: SessionOptions) -> LlamaSession:
+    def open_session(self, options: SessionOptions) -> LlamaSession | EmbeddingSession:
         """Make a session over these weights."""
+        if self._positions is not None and options.n_ctx > self._positions:
+            raise UnfitOptions(f"n_ctx is {options.n_ctx}, but the model has learnt {self._positions} positions")
+        if options.task is Task.EMBED:
+            if options.pooling == "auto" and _pooling(self._model) in _NO_POOLING:
+                options = replace(options, pooling="mean")
+            return EmbeddingSession(
+                self._model, self._vocabulary.size, self._family, options, offloaded=self._offloaded
+            )
         return LlamaSession(self._model, self._vocabulary, self._family, options, offloaded=self._offloaded)
 
     def close(self) -> None:
@@ -99,7 +114,7 @@ class LlamaEngine:
         if reason := _unusable(model):
             llama_cpp.llama_model_free(model)
             raise LoadFailure(reason)
-        return LlamaWeights(model, options)
+        return LlamaWeights(model, options, _learnt_positions(path))
 
 
 def _progress_callback(progress: Progress | None) -> Any:
@@ -110,15 +125,26 @@ def _progress_callback(progress: Progress | None) -> Any:
 
 
 def _unusable(model: Any) -> str | None:
-    """Why this model can't answer prompts, or None."""
+    """Why this model can neither answer prompts nor make vectors of them, or None."""
     vocab = llama_cpp.llama_model_get_vocab(model)
     if llama_cpp.llama_vocab_type(vocab) == _NO_VOCABULARY or llama_cpp.llama_vocab_n_tokens(vocab) == 0:
         return "the file has no vocabulary"
-    if llama_cpp.llama_model_has_encoder(model) or not llama_cpp.llama_model_has_decoder(model):
-        return "models with an encoder are not supported"
+    if llama_cpp.llama_model_has_encoder(model) and llama_cpp.llama_model_has_decoder(model):
+        return "models with an encoder and a decoder are not supported"
+    if _pooling(model) == _RANK:
+        return "models that rank are not supported"
     if llama_cpp.llama_model_is_diffusion(model):
         return "diffusion models are not supported"
     return None
+
+
+def _learnt_positions(path: Path) -> int | None:
+    """Rows of a model's table of positions, where it has one; llama.cpp aborts the process at a position beyond it."""
+    try:
+        tensors = read_header(path).tensors
+    except (OSError, HeaderError):
+        return None
+    return next((tensor.shape[-1] for tensor in tensors if tensor.name == _POSITIONS), None)
 
 
 def _description(model: Any) -> str:
@@ -131,6 +157,10 @@ def _metadata(model: Any, key: str) -> str:
     buffer = ctypes.create_string_buffer(_TEXT_BYTES)
     length = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, _TEXT_BYTES)
     return "" if length < 0 else buffer.value.decode("utf-8", "replace")
+
+
+def _pooling(model: Any) -> str:
+    return _metadata(model, f"{_metadata(model, 'general.architecture')}.pooling_type")
 
 
 def _chat_template(model: Any) -> str | None:
