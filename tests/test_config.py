@@ -47,6 +47,8 @@ SERVER_DEFAULTS = {
     "log_prompts": False,
 }
 MODEL_DEFAULTS = {
+    "task": "generate",
+    "pooling": "auto",
     "slots": 1,
     "n_ctx": None,
     "n_batch": 2048,
@@ -111,6 +113,8 @@ def test_defaults_are_the_documented_ones():
         ("max_queued_requests", 0),
         ("id", "x" * 256),
         ("kv_dtype", "bf16"),
+        ("task", "embed"),
+        ("pooling", "last"),
     ],
 )
 def test_model_accepts_the_edges_of_a_range(name, value):
@@ -137,6 +141,9 @@ def test_model_accepts_the_edges_of_a_range(name, value):
         ("lazy", "true"),
         ("mmap", None),
         ("kv_dtype", "q5_0"),
+        ("task", "rank"),
+        ("task", None),
+        ("pooling", "none"),
         ("flash_attention", True),
         ("busy_timeout_ms", -1),
         ("busy_timeout_ms", 2**31),

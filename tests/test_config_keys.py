@@ -7,6 +7,7 @@ import traceback
 
 import pytest
 from pydantic import ValidationError
+from tiny_models import tiny_model
 
 from trioserve import cli
 from trioserve.config import Config, load_config
@@ -166,7 +167,8 @@ def test_errors_of_other_settings_hold_no_key():
     assert SECRET not in str(caught.value)
 
 
-def test_the_command_line_does_not_show_them(monkeypatch, capsys, model_file):
+def test_the_command_line_does_not_show_them(monkeypatch, capsys):
+    model_file = tiny_model()
     monkeypatch.setenv("TRIOSERVE_API_KEYS", SECRET)
     assert cli.main(["validate", str(model_file)]) == 0
     monkeypatch.setenv("TRIOSERVE_API_KEYS", f"{SECRET} ,{SECRET}ü")

@@ -20,6 +20,7 @@ from trioserve.engine.sampling import Sampling
 from trioserve.http.app import create_app
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import CompletionRequest
+from trioserve.http.schemas.embeddings import EmbeddingsRequest
 from trioserve.http.schemas.management import UnloadAllRequest, UnloadModelsRequest, UnloadRequest
 from trioserve.http.schemas.tasks import BatchTaskRequest, parse_task
 from trioserve.scheduling.diagram import mermaid
@@ -80,6 +81,11 @@ def test_every_field_is_documented():
         own = table_fields(section(DOCS / "routes.md", f"POST /v1/{route}"))
         documented = {name.partition(".")[0] for name in (*common, *own)}
         assert documented == set(schema.model_fields), route
+
+
+def test_every_field_of_embeddings_is_documented():
+    documented = table_fields(section(DOCS / "routes.md", "POST /v1/embeddings"))
+    assert set(documented) - {"float", "base64"} == set(EmbeddingsRequest.model_fields)
 
 
 MANAGEMENT = {
@@ -203,6 +209,7 @@ def test_bodies_in_curl_snippets_are_accepted():
     parsers = {
         "/v1/chat/completions": ChatCompletionRequest.parse,
         "/v1/completions": CompletionRequest.parse,
+        "/v1/embeddings": EmbeddingsRequest.parse,
         "/v1/tasks/run": parse_task,
         "/v1/tasks/stream": parse_task,
         "/v1/tasks/batch": BatchTaskRequest.parse,
@@ -244,7 +251,7 @@ def test_example_configuration_loads(tmp_path):
         (tmp_path / name).write_text("sk")
     everything = tmp_path / "everything.toml"
     everything.write_text(re.sub(r"^#(?=[\w\[])", "", text, flags=re.MULTILINE))
-    assert [entry.id for entry in load_config(everything, {}, {}).models] == ["small", "large"]
+    assert [entry.id for entry in load_config(everything, {}, {}).models] == ["small", "large", "embedder"]
 
 
 # -- commands

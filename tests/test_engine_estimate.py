@@ -6,10 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from tiny_models import smollm2, tiny_model
+from tiny_models import loaded, opened, process_memory, smollm2, tiny_encoder, tiny_model
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import Footprint, LoadOptions, SessionOptions
+from trioserve.engine.base import Embedded, EmbeddingInput, Footprint, LoadOptions, SessionOptions, Task
 from trioserve.engine.estimate import InspectedFile, device_share, estimate
 from trioserve.engine.gguf import Header, Tensor, read_header
 from trioserve.engine.llama import LlamaEngine
@@ -173,3 +173,59 @@ def test_memory_on_the_gpu_and_on_the_host(header):
     assert half.device < whole.device
     assert half.host > whole.host
     assert gpu.memory(options, 0, -1).device == device_share(header, -1)[0]
+
+
+# --- embeddings ---
+
+
+def embedding(**options):
+    return SessionOptions(task=Task.EMBED, **options)
+
+
+def full_step(session, tokens):
+    """Evaluate as many tokens as the session takes at once; return the bytes by which the process grew."""
+    session.add(EmbeddingInput([5] * tokens))
+    before = process_memory("RssAnon")
+    (event,) = session.step(1)
+    assert isinstance(event, Embedded)
+    return process_memory("RssAnon") - before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_ctx": 64},
+        {"n_ctx": 512, "max_sequences": 8},
+        {"n_ctx": 2048, "max_sequences": 2},
+        {"n_ctx": 2048, "flash_attention": True},
+        {"n_ctx": 2048, "kv_dtype": "q8_0", "n_batch": 256},
+    ],
+    ids=str,
+)
+def test_sessions_that_embed(header, weights, allocated, options):
+    options = embedding(**options)
+    weights.open_session(options).close()
+    said = allocated()
+    found = estimate(header, options, 1)
+    # llama.cpp says nothing of the logits that it keeps, as it makes room for them at the first step only.
+    kept = 4 * options.n_ctx * weights.vocab_size
+    assert found.kv_cache == close_to(said["KV"])
+    assert found.compute - kept == close_to(said["compute"])
+
+
+def test_a_session_that_embeds_keeps_the_logits_of_all_tokens(header, weights):
+    options = embedding(n_ctx=256)
+    session = weights.open_session(options)
+    grown = full_step(session, 256)
+    session.close()
+    assert grown == pytest.approx(estimate(header, options, 1).compute, rel=0.15)
+
+
+@pytest.mark.parametrize("options", [{"n_ctx": 512}, {"n_ctx": 256, "max_sequences": 8}], ids=str)
+def test_encoders(allocated, options):
+    path, options = tiny_encoder(), embedding(**options)
+    with loaded(path) as weights, opened(weights, task=Task.EMBED, n_ctx=options.n_ctx):
+        said = allocated()
+    found = estimate(read_header(path), options, 1)
+    assert (found.kv_cache, said["KV"]) == (0, 0)
+    assert found.compute == close_to(said["compute"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import answer, asking, loaded, opened, smollm2, tiny_encoder, tiny_encoder_decoder, tiny_model
 
-from trioserve.engine.base import LoadFailure, LoadOptions, SessionOptions, UnusableFile
+from trioserve.engine.base import LoadFailure, LoadOptions, SessionOptions, UnfitOptions, UnusableFile
 from trioserve.engine.estimate import InspectedFile
 from trioserve.engine.gguf import _BLOCKS, MAX_TOKENS, HeaderError
 from trioserve.engine.llama import LlamaEngine
@@ -266,9 +266,9 @@ def test_what_cannot_be_served_is_the_files_fault(make, said):
         LlamaEngine().load(make(), LoadOptions())
 
 
-def test_a_model_that_only_embeds_is_the_files_fault():
+def test_a_model_that_only_embeds_is_sound():
     inspect_model(tiny_encoder())
-    with loaded(tiny_encoder()) as weights, pytest.raises(UnusableFile, match="made for embeddings"):
+    with loaded(tiny_encoder()) as weights, pytest.raises(UnfitOptions, match='task = "embed"'):
         weights.open_session(SessionOptions(n_ctx=128))
 
 

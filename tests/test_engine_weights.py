@@ -224,7 +224,7 @@ def test_a_model_with_an_encoder_is_refused():
 
 
 def test_a_model_that_only_embeds_opens_no_session():
-    with loaded(tiny_encoder()) as weights, pytest.raises(LoadFailure, match="made for embeddings"):
+    with loaded(tiny_encoder()) as weights, pytest.raises(LoadFailure, match="give it task"):
         weights.open_session(SessionOptions(n_ctx=128))
 
 

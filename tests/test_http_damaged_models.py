@@ -74,21 +74,21 @@ async def test_a_truncated_file_is_refused_and_the_model_serves_on(serving, trun
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "said", "param"),
     [
-        (lambda damaged: damaged(general__architecture="lama"), "unknown model architecture: 'lama'"),
-        (lambda damaged: damaged(tokenizer__ggml__model="own"), "unknown tokenizer"),
-        (lambda damaged: tiny_encoder(), "made for embeddings"),
-        (lambda damaged: tiny_encoder_decoder(), "encoder"),
-        (lambda damaged: tiny_model(vocabulary=False), "no vocabulary"),
+        (lambda damaged: damaged(general__architecture="lama"), "unknown model architecture: 'lama'", "path"),
+        (lambda damaged: damaged(tokenizer__ggml__model="own"), "unknown tokenizer", "path"),
+        (lambda damaged: tiny_encoder(), 'task = "embed"', "task"),
+        (lambda damaged: tiny_encoder_decoder(), "encoder", "path"),
+        (lambda damaged: tiny_model(vocabulary=False), "no vocabulary", "path"),
     ],
     ids=["architecture", "tokenizer", "embeddings", "encoder", "vocabulary"],
 )
-async def test_what_only_the_load_can_tell_is_the_files_fault_as_well(serving, damaged, make, said):
+async def test_what_only_the_load_can_tell_is_the_files_fault_as_well(serving, damaged, make, said, param):
     path = str(make(damaged))
     async with serving() as server:
         for name in ("tiny", "new"):  # one is tried out beside the live model, the other loaded for good
             reply = await server.call(LOAD, {"id": name, "path": path})
-            assert_error(reply, 400, "invalid_request_error", code="invalid_model", param="path")
+            assert_error(reply, 400, "invalid_request_error", code="invalid_model", param=param)
             assert said in reply.json["error"]["message"]
         assert (await server.call(COMPLETIONS, completion(model="tiny", **PROMPT))).status == 200

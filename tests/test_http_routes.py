@@ -204,6 +204,7 @@ async def test_models_are_listed_in_order_with_their_state():
             "object": "model",
             "created": first["created"],
             "owned_by": "trioserve",
+            "task": "generate",
             "state": "ready",
             "loaded": True,
             "slots": 3,
@@ -339,7 +340,7 @@ async def test_a_stream_carries_its_id_in_its_headers():
 # Errors
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v2/models", "/v1/embeddings", "/v1//models", "/%ff%00", "*", "?", "/é"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v2/models", "/v1/rerank", "/v1//models", "/%ff%00", "*", "?", "/é"])
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "BREW"])
 async def test_unknown_routes(path, method):
     async with running() as server:

@@ -78,16 +78,18 @@ def tiny_model(**shape):
 
 
 @functools.cache
-def tiny_encoder():
+def tiny_encoder(pooling=gguf.PoolingType.MEAN, add_eos=False):
     """Write a BERT-shaped model: it turns text into vectors and answers nothing."""
     tiny = Tiny(layers=1)
     writer, path = _start("bert")
     _hyperparameters(writer, tiny)
     writer.add_layer_norm_eps(1e-5)
     writer.add_causal_attention(False)
-    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    if pooling is not None:
+        writer.add_pooling_type(pooling)
     writer.add_token_type_count(2)
     _tokenizer(writer, tiny)
+    writer.add_add_eos_token(add_eos)
     rng = np.random.default_rng(tiny.seed)
     for name, dims in _bert_tensors(tiny):
         _random_tensor(writer, rng, name, dims)
@@ -97,8 +99,18 @@ def tiny_encoder():
 @functools.cache
 def tiny_encoder_decoder():
     """Write a T5-shaped model: its decoder answers nothing without its encoder's output."""
+    return _t5("t5", ("enc", "dec"))
+
+
+@functools.cache
+def tiny_t5_encoder():
+    """Write the encoder of a T5-shaped model."""
+    return _t5("t5encoder", ("enc",))
+
+
+def _t5(architecture, sides):
     tiny = Tiny(layers=1)
-    writer, path = _start("t5")
+    writer, path = _start(architecture)
     _hyperparameters(writer, tiny)
     writer.add_key_length(tiny.dim // tiny.heads)
     writer.add_value_length(tiny.dim // tiny.heads)
@@ -106,7 +118,7 @@ def tiny_encoder_decoder():
     writer.add_decoder_start_token_id(BOS)
     _tokenizer(writer, tiny)
     rng = np.random.default_rng(tiny.seed)
-    for name, dims in _t5_tensors(tiny):
+    for name, dims in _t5_tensors(tiny, sides):
         _random_tensor(writer, rng, name, dims)
     return _finish(writer, path)
 
@@ -286,10 +298,11 @@ def _bert_tensors(tiny):
     yield from [("blk.0.ffn_down.weight", (dim, ff)), ("blk.0.ffn_down.bias", (dim,))]
 
 
-def _t5_tensors(tiny):
+def _t5_tensors(tiny, sides):
     dim, ff = tiny.dim, tiny.ff
     yield "token_embd.weight", (len(_vocabulary()), dim)
-    for side, attentions in (("enc", ["attn"]), ("dec", ["attn", "cross_attn"])):
+    for side in sides:
+        attentions = ["attn"] if side == "enc" else ["attn", "cross_attn"]
         at = f"{side}.blk.0."
         yield from [(f"{side}.output_norm.weight", (dim,)), (f"{at}ffn_norm.weight", (dim,))]
         yield f"{at}attn_rel_b.weight", (8, tiny.heads)

@@ -3,6 +3,7 @@
     TrioserveError
     ├── ConfigError                    the operator: a setting, a file, a port            (start-up only, exit code 2)
     ├── InvalidRequestError            the client: a field is wrong                       400
+    │   ├── WrongTaskError             the model is for something else                    400
     │   ├── ContextLengthError         the prompt does not fit                            400
     │   ├── ChatTemplateError          the model's template refused the messages          400
     │   └── InvalidModelError          the model file or its options are wrong            400
@@ -61,8 +62,14 @@ class InvalidRequestError(TrioserveError):
     code = "invalid_value"
 
 
+class WrongTaskError(InvalidRequestError):
+    """The model is configured for another task than the request asks for."""
+
+    code = "wrong_task"
+
+
 class ContextLengthError(InvalidRequestError):
-    """The prompt leaves no room for an answer in the context of one slot."""
+    """The prompt leaves no room for an answer in the context of one slot, or an input does not fit into it."""
 
     code = "context_length_exceeded"
 

@@ -74,6 +74,14 @@ class ModelConfig(BaseModel):
         description="The name by which requests ask for the model; each model has its own.",
         json_schema_extra={"default_text": "the file's stem"},
     )
+    task: Literal["generate", "embed"] = Field(
+        default="generate", description="What the model is for: to continue texts, or to turn them into vectors."
+    )
+    pooling: Literal["auto", "mean", "cls", "last"] = Field(
+        default="auto",
+        description="With task embed, what makes one vector of those of all tokens: their mean, the first (cls) or the "
+        "last one. auto takes the model's own way, and the mean where it has none.",
+    )
     slots: int = Field(
         default=1,
         ge=1,
@@ -99,7 +107,8 @@ class ModelConfig(BaseModel):
         default=8,
         ge=1,
         le=256,
-        description="Most prompts of one batch that a slot decodes together; the others follow as these end.",
+        description="Most prompts or inputs of one request that a slot computes together; the others follow as these "
+        "end.",
     )
     threads: int = Field(default=0, ge=0, le=1024, description="Cores that the busy slots share; 0 means all of them.")
     gpu_layers: int = Field(

@@ -85,6 +85,8 @@ class SessionOptions:
         max_sequences: sequences that may live side by side in the session.
         kv_dtype: element type of the KV cache.
         flash_attention: None lets the engine choose what keeps answers independent of the load.
+        pooling: what makes one vector of a text's many: ``mean``, ``cls`` (the first), ``last``; or ``auto``, the
+            model's own way, and the mean where it has none.
     """
 
     task: Task = Task.GENERATE
@@ -94,6 +96,7 @@ class SessionOptions:
     max_sequences: int = 1
     kv_dtype: str = "f16"
     flash_attention: bool | None = None
+    pooling: str = "auto"
 
 
 class ConstraintKind(StrEnum):
@@ -154,9 +157,11 @@ class EmbeddingInput:
 
     Attributes:
         prompt: token ids, at least one, at most the session's ``n_ctx``.
+        dimensions: keep so many of the vector's numbers, from its beginning; None is all of them.
     """
 
     prompt: Sequence[int]
+    dimensions: int | None = None
 
 
 Work = SequenceRequest | EmbeddingInput
@@ -255,6 +260,19 @@ class UnusableFile(LoadFailure):
     """The model's file is at fault: it is damaged, or of a kind that can't be served. Trying again won't help."""
 
 
+class UnfitOptions(LoadFailure):
+    """The weights are sound, but no session over them can be what was asked for. ``str()`` says what to ask for.
+
+    Arguments:
+        message: see above.
+        option: which one is at fault.
+    """
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
 class Session(Protocol):
     """Everything mutable about one execution. Worked by one thread at a time.
 
@@ -324,6 +342,7 @@ class Weights(Protocol):
         chat_template: Jinja source from the file, or None.
         bos_text, eos_text: the special tokens as text, for the template.
         bos: id of the beginning-of-sequence token, or None.
+        n_embd: numbers in a vector that it makes of a text.
         max_sessions: how many sessions may exist at once.
         longest_piece: bytes of the longest token, at least 1.
     """
@@ -336,6 +355,7 @@ class Weights(Protocol):
     eos_text: str
     bos: int | None
     vocab_size: int
+    n_embd: int
     max_sessions: int
 
     @property
@@ -365,6 +385,7 @@ class Weights(Protocol):
         """Make a session.
 
         Raises:
+            UnfitOptions: the model can't do what the options ask for.
             LoadFailure: it could not be made.
         """
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from trioserve.engine.base import Footprint, SessionOptions
+from trioserve.engine.base import Footprint, SessionOptions, Task
 from trioserve.engine.gguf import Header
 
 _ELEMENT_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
@@ -41,6 +41,9 @@ def estimate(header: Header, options: SessionOptions, slots: int) -> Estimate:
     dominated by the widest activations of one micro-batch: without flash attention the attention scores
     (``heads * n_ctx * n_ubatch``), else the feed-forward layer; and the attention mask (``n_ctx * n_ubatch``).
 
+    A session for embeddings has one context for all of its sequences and evaluates all of it at once. Where the model
+    could continue texts too, llama.cpp computes and keeps logits for every token of that (``n_ctx * vocabulary``).
+
     Arguments:
         header: of the model's file.
         options: of each session.
@@ -48,9 +51,12 @@ def estimate(header: Header, options: SessionOptions, slots: int) -> Estimate:
     """
     n_ctx = -(-options.n_ctx // _CONTEXT_PADDING) * _CONTEXT_PADDING
     per_token = _kv_elements(header) * _ELEMENT_BYTES[options.kv_dtype]
+    caches = options.max_sequences
+    if options.task is Task.EMBED:
+        caches = 0 if _is_encoder(header) else 1
     return Estimate(
         weights=header.weights_size,
-        kv_cache=int(slots * n_ctx * options.max_sequences * per_token),
+        kv_cache=int(slots * n_ctx * caches * per_token),
         compute=slots * _compute_bytes(header, options, n_ctx),
     )
 
@@ -124,16 +130,25 @@ def _kv_elements(header: Header) -> int:
 
 def _compute_bytes(header: Header, options: SessionOptions, n_ctx: int) -> int:
     """Bytes of one session's compute and output buffers."""
-    batch = min(options.n_ubatch, options.n_batch, options.n_ctx * options.max_sequences)
-    width = header.number("embedding_length")
+    width, vocabulary = header.number("embedding_length"), _vocabulary_size(header)
+    widest = 2 * header.number("feed_forward_length", 4 * width)
+    mask = n_ctx
     if _has_flash_attention(options):
-        # A mask of halves, and no scores.
-        row = 2 * header.number("feed_forward_length", 4 * width) + n_ctx // 2
+        mask //= 2  # of halves, and there are no scores
     else:
-        scores = header.number("attention.head_count", 1) * n_ctx
-        row = max(scores, 2 * header.number("feed_forward_length", 4 * width)) + n_ctx
-    logits = options.max_sequences * _vocabulary_size(header)
-    return _F32 * (batch * (row + _ACTIVATIONS * width) + logits)
+        widest = max(widest, header.number("attention.head_count", 1) * n_ctx)
+    batch = min(options.n_ubatch, options.n_batch, options.n_ctx * options.max_sequences)
+    outputs = options.max_sequences
+    if options.task is Task.EMBED:
+        batch = options.n_ctx
+        outputs = 0 if _is_encoder(header) else batch
+        widest = max(widest, vocabulary if outputs else 0)
+    return _F32 * (batch * (widest + mask + _ACTIVATIONS * width) + outputs * vocabulary)
+
+
+def _is_encoder(header: Header) -> bool:
+    """Whether the model only turns texts into vectors: every token sees all others, and none is kept for later ones."""
+    return header.metadata.get(f"{header.architecture}.attention.causal") is False or header.architecture == "t5encoder"
 
 
 def _has_flash_attention(options: SessionOptions) -> bool:

@@ -56,6 +56,7 @@ def model(status: ModelStatus) -> dict[str, object]:
         "object": "model",
         "created": status.created,
         "owned_by": "trioserve",
+        "task": status.task,
         "state": status.state.value,
         "loaded": status.loaded,
         "slots": status.slots,

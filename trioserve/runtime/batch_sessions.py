@@ -44,7 +44,7 @@ class BatchSessions:
         """
         n_ctx = min(self._options.n_ctx, max(map(_tokens, works)))
         sequences = min(self._capacity, len(works))
-        while sequences > 1:
+        while sequences > self._options.max_sequences:
             options = replace(self._options, n_ctx=n_ctx, max_sequences=sequences)
             if self._has_room(options):
                 try:

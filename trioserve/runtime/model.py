@@ -38,6 +38,7 @@ class ModelStatus:
 
     Attributes:
         id: of the registration.
+        task: what it is configured for.
         created: Unix time of the registration, in seconds.
         state: see ``scheduling.lifecycle``.
         slots: as configured.
@@ -50,6 +51,7 @@ class ModelStatus:
     """
 
     id: str
+    task: str
     created: int
     state: ModelState
     slots: int
@@ -281,6 +283,7 @@ class Model:
         statistics, pool = self._gate.statistics(), self._loader.pool
         return ModelStatus(
             id=self.id,
+            task=self.config.task,
             created=self.created,
             state=self._loader.state,
             slots=statistics.slots,

@@ -18,6 +18,8 @@ from trioserve.engine.base import (
     Progress,
     Session,
     SessionOptions,
+    Task,
+    UnfitOptions,
     UnusableFile,
     Weights,
 )
@@ -113,12 +115,17 @@ def session_options(config: ModelConfig, n_ctx_train: int) -> SessionOptions:
     """
     n_ctx = config.n_ctx or min(DEFAULT_N_CTX, n_ctx_train or DEFAULT_N_CTX)
     flash = {"auto": None, "on": True, "off": False}[config.flash_attention]
+    task = Task(config.task)
     return SessionOptions(
+        task=task,
         n_ctx=n_ctx,
         n_batch=config.n_batch,
         n_ubatch=config.n_ubatch,
+        # Inputs side by side share one context, so room for many of them costs nothing; prompts need one cache each.
+        max_sequences=config.batch_capacity if task is Task.EMBED else 1,
         kv_dtype=config.kv_dtype,
         flash_attention=flash,
+        pooling=config.pooling,
     )
 
 
@@ -143,7 +150,7 @@ async def open_sessions(
         The weights, the sessions, and how they were made.
 
     Raises:
-        InvalidModelError: the model can't have that many slots, or its file can't be used.
+        InvalidModelError: the model can't have that many slots, its file can't be used, or not for this task.
         ModelLoadError: weights or a session could not be made.
     """
     weights = await cache.acquire(config.path, load_options(config), progress)
@@ -193,7 +200,7 @@ async def tried_out(config: ModelConfig, cache: WeightsCache) -> AsyncIterator[N
     Weights that are loaded already are reused, and the load that follows within the block reuses these.
 
     Raises:
-        InvalidModelError: the model can't have that many slots, or its file can't be used.
+        InvalidModelError: the model can't have that many slots, its file can't be used, or not for this task.
         ModelLoadError: weights or a session could not be made.
     """
     weights = await cache.acquire(config.path, load_options(config))
@@ -223,6 +230,8 @@ class _Maker:
             return await trio.to_thread.run_sync(self._weights.open_session, options, limiter=self._limiter)
         except UnusableFile as error:
             raise InvalidModelError(f"{self._weights.name} can't be used: {error}", param="path") from None
+        except UnfitOptions as error:
+            raise InvalidModelError(f"{error.option}: {error}", param=error.option) from None
         except LoadFailure as error:
             raise ModelLoadError(f"slot {index} of {self._weights.name} could not be made: {error}") from None
 

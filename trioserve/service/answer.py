@@ -46,9 +46,8 @@ class Answer:
             rest = self._text(event.text) if event.text or self._cut_off(event) else []
             return [*rest, Done(event.reason, usage, self._timings(), self.index)]
         if isinstance(event, Failed):
-            logger.error("inference failed: %s", event.message)
-            return [Failure(EngineError("inference failed"), self.index)]
-        raise EngineError(f"unexpected event {event!r}")
+            return [Failure(failure(event), self.index)]
+        raise failure(event)
 
     def _text(self, text: str) -> list[Part]:
         likelihoods, self._likelihoods = tuple(self._likelihoods), []
@@ -63,6 +62,14 @@ class Answer:
         first = self._times.first or now
         ended = self._times.ended or now
         return Timings(self._slot, _ms(begun - self._arrived), _ms(first - begun), _ms(ended - first))
+
+
+def failure(event: StepEvent) -> EngineError:
+    """The error that an event is to the client where it is none of those that were hoped for."""
+    if not isinstance(event, Failed):
+        return EngineError(f"unexpected event {event!r}")
+    logger.error("inference failed: %s", event.message)
+    return EngineError("inference failed")
 
 
 def _ms(seconds: float) -> float:

@@ -8,46 +8,32 @@ from collections.abc import AsyncIterator, Sequence
 
 from trioserve.engine.base import StepEvent, Token
 from trioserve.errors import TrioserveError
-from trioserve.runtime.job import Job
 from trioserve.scheduling.lifecycle import RequestEvent
 from trioserve.service.answer import Answer
+from trioserve.service.begun import Begun
 from trioserve.service.events import Done, Failure, Part
-from trioserve.service.ledger import Record
 
 
 class Generation:
     """Made by ``Service.start``; gives its parts once, to one reader.
 
     Arguments:
-        job: at work in a slot; None where no prompt could be honoured.
-        answers: one for each sequence of the job.
-        refused: prompts that could not be honoured, told first.
+        begun: the request. Prompts that could not be honoured are told first.
         all_or_nothing: an answer that fails ends all of them, with its error. Otherwise it is a part among the others.
-        record: of the request.
-        model: id of the model that answers.
     """
 
-    def __init__(
-        self,
-        job: Job | None,
-        answers: Sequence[Answer],
-        refused: Sequence[Failure],
-        record: Record,
-        model: str,
-        *,
-        all_or_nothing: bool = True,
-    ) -> None:
+    def __init__(self, begun: Begun, *, all_or_nothing: bool = True) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
-        self.model = model
-        self.prompts = len(answers) + len(refused)
-        self._job = job
-        self._answers = answers
-        self._refused: list[Part] = list(refused)
+        self.model = begun.model
+        self._job = begun.job
+        self._answers = _answers(begun)
+        self._refused: list[Part] = list(begun.prepared.refused)
         self._all_or_nothing = all_or_nothing
-        self._open = len(answers)
-        self._failed = len(refused)
-        self._record = record
+        self._open = len(self._answers)
+        self._failed = len(self._refused)
+        self.prompts = self._open + self._failed
+        self._record = begun.record
         self._error: TrioserveError | None = None
 
     @property
@@ -126,3 +112,15 @@ class Generation:
             self._record.fail(ending.error)
         else:
             self._record.advance(RequestEvent.FINISHED)
+
+
+def _answers(begun: Begun) -> Sequence[Answer]:
+    """One answer for each sequence of the job."""
+    if begun.job is None:
+        return ()
+    record = begun.record
+    assert record.slot is not None, "a job is at work in a slot"
+    return [
+        Answer(index, len(sequence.prompt), times, record.slot, record.entered)
+        for (index, sequence), times in zip(begun.prepared.sequences.items(), begun.job.times, strict=True)
+    ]

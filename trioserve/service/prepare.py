@@ -10,12 +10,23 @@ from dataclasses import dataclass
 import trio
 
 from trioserve.chat import ChatTemplate, default_template, normalise_messages, render_prompt
-from trioserve.engine.base import ConstraintError, SequenceRequest, Weights
+from trioserve.config import ModelConfig
+from trioserve.engine.base import ConstraintError, EmbeddingInput, SequenceRequest, Weights, Work
 from trioserve.engine.sampling import Sampling
-from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError
+from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError, WrongTaskError
 from trioserve.runtime.pool import Pool
 from trioserve.service.events import Failure
-from trioserve.service.requests import BatchRequest, ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+from trioserve.service.requests import (
+    BatchRequest,
+    ChatPrompt,
+    EmbeddingRequest,
+    GenerationRequest,
+    Prompt,
+    Request,
+    TextPrompt,
+    TokenPrompt,
+    prompts_of,
+)
 
 _INLINE_CHARACTERS = 4096  # shorter prompts are prepared faster than a thread is woken
 _PREPARATIONS = 4
@@ -28,19 +39,20 @@ class Prepared:
 
     Attributes:
         pool: whose tokenizer and limits it was made with.
-        sequences: those that can be honoured, with their prompts' places in the request.
+        sequences: what can be honoured, by its place in the request.
         refused: the others.
     """
 
     pool: Pool
-    sequences: Mapping[int, SequenceRequest]
+    sequences: Mapping[int, Work]
     refused: Sequence[Failure]
 
     @property
     def reused_prompt(self) -> Sequence[int]:
-        """The prompt that a slot may have kept a part of; a batch has none."""
+        """The prompt that a slot may have kept a part of; a batch and what is to be embedded have none."""
         (sequence, *others) = self.sequences.values()
-        return sequence.prompt if sequence.reuse and not others else ()
+        reuses = isinstance(sequence, SequenceRequest) and sequence.reuse and not others
+        return sequence.prompt if reuses else ()
 
 
 class Preparer:
@@ -50,23 +62,41 @@ class Preparer:
         self._limiter = trio.CapacityLimiter(_PREPARATIONS)
         self._compiled_for: weakref.WeakSet[Pool] = weakref.WeakSet()
 
-    async def prepare(self, pool: Pool, request: BatchRequest) -> Prepared:
+    async def prepare(self, pool: Pool, request: Request) -> Prepared:
         """Render, tokenise and check the prompts of a request.
 
         Raises:
+            WrongTaskError: the model is for something else.
             InvalidRequestError: one can't be honoured, and the request is for all or nothing.
         """
-        has_chat = any(
-            isinstance(item, GenerationRequest) and isinstance(item.prompt, ChatPrompt) for item in request.items
-        )
+        check_task(pool.config, request)
+        has_chat = any(isinstance(prompt, ChatPrompt) for prompt in prompts_of(request))
         # Compiling a large template takes too long for the event loop.
         if _is_short(request) and (not has_chat or pool in self._compiled_for):
-            return _prepare_all(pool, request)
+            return _prepare(pool, request)
         with pool.reading():
-            prepared = await trio.to_thread.run_sync(_prepare_all, pool, request, limiter=self._limiter)
+            prepared = await trio.to_thread.run_sync(_prepare, pool, request, limiter=self._limiter)
         if has_chat:
             self._compiled_for.add(pool)
         return prepared
+
+
+def check_task(config: ModelConfig, request: Request) -> None:
+    """See that a model is for what a request asks for.
+
+    Raises:
+        WrongTaskError: it isn't.
+    """
+    if config.task != request.task:
+        raise WrongTaskError(
+            f"the model {config.id!r} has task = {config.task!r}, but this is a request to {request.task}",
+            param="model",
+        )
+
+
+def _prepare(pool: Pool, request: Request) -> Prepared:
+    """See ``Preparer.prepare``."""
+    return _prepare_inputs(pool, request) if isinstance(request, EmbeddingRequest) else _prepare_all(pool, request)
 
 
 def _prepare_all(pool: Pool, request: BatchRequest) -> Prepared:
@@ -92,6 +122,37 @@ def _placed(error: TrioserveError, index: int, items: int) -> TrioserveError:
     return type(error)(f"{error.param or 'prompt'}[{index}]: {error.message}", param=error.param)
 
 
+def _prepare_inputs(pool: Pool, request: EmbeddingRequest) -> Prepared:
+    """Tokenise and check the inputs of a request for vectors; one that can't be honoured refuses it."""
+    limit = pool.weights.n_embd
+    if request.dimensions is not None and request.dimensions > limit:
+        raise InvalidRequestError(
+            f"dimensions is {request.dimensions}, but this model's vectors have {limit}", param="dimensions"
+        )
+    names = ["input"] if len(request.inputs) == 1 else [f"input[{index}]" for index in range(len(request.inputs))]
+    tokens = [_input_tokens(pool, prompt, name) for prompt, name in zip(request.inputs, names, strict=True)]
+    return Prepared(pool, {index: EmbeddingInput(each, request.dimensions) for index, each in enumerate(tokens)}, ())
+
+
+def _input_tokens(pool: Pool, prompt: TextPrompt | TokenPrompt, name: str) -> list[int]:
+    _check_input(_least_tokens(pool, prompt), pool, name, at_least=isinstance(prompt, TextPrompt))
+    if isinstance(prompt, TokenPrompt):
+        return _checked_tokens(prompt, pool.weights.vocab_size, name)
+    tokens = pool.weights.tokenize(prompt.text, special=True, add_bos=True)
+    _check_input(len(tokens), pool, name)
+    if not tokens:
+        raise InvalidRequestError(f"{name} has no tokens", param="input")
+    return tokens
+
+
+def _check_input(tokens: int, pool: Pool, name: str, *, at_least: bool = False) -> None:
+    if tokens > pool.n_ctx:
+        count = f"at least {tokens}" if at_least else str(tokens)
+        raise ContextLengthError(
+            f"{name} has {count} tokens, but a slot's context holds {pool.n_ctx} (n_ctx)", param="input"
+        )
+
+
 def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
     """Render, tokenise and check a prompt. Reads the pool's weights only.
 
@@ -100,7 +161,7 @@ def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
         ChatTemplateError: the model's template refused it.
         InvalidRequestError: it is empty or has impossible tokens.
     """
-    _check_length(_least_tokens(pool, request), pool, request, at_least=True)
+    _check_length(_least_tokens(pool, request.prompt), pool, request, at_least=True)
     prompt = _tokens(pool, request)
     _check_length(len(prompt), pool, request)
     _check_biases(request.sampling, pool.weights.vocab_size)
@@ -117,9 +178,8 @@ def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
     )
 
 
-def _least_tokens(pool: Pool, request: GenerationRequest) -> int:
+def _least_tokens(pool: Pool, prompt: Prompt) -> int:
     """How many tokens a prompt has at the least, told without a tokenizer: those of megabytes take it minutes."""
-    prompt = request.prompt
     if isinstance(prompt, TokenPrompt):
         return len(prompt.tokens)
     messages = prompt.messages if isinstance(prompt, ChatPrompt) else ()
@@ -144,7 +204,7 @@ def _check_length(tokens: int, pool: Pool, request: GenerationRequest, *, at_lea
 def _tokens(pool: Pool, request: GenerationRequest) -> list[int]:
     weights, prompt = pool.weights, request.prompt
     if isinstance(prompt, TokenPrompt):
-        tokens = _checked_tokens(prompt, weights.vocab_size)
+        tokens = _checked_tokens(prompt, weights.vocab_size, "prompt")
     elif isinstance(prompt, ChatPrompt):
         text = render_prompt(_template(pool), normalise_messages(prompt.messages))
         # Templates often begin with the beginning-of-sequence token themselves; the model shall see it once.
@@ -165,11 +225,12 @@ def _empty_prompt(weights: Weights, request: GenerationRequest) -> list[int]:
     return [weights.bos]
 
 
-def _checked_tokens(prompt: TokenPrompt, vocab_size: int) -> list[int]:
+def _checked_tokens(prompt: TokenPrompt, vocab_size: int, name: str) -> list[int]:
     for index, token in enumerate(prompt.tokens):
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
-                f"prompt[{index}] is {token}, but this model's tokens go from 0 to {vocab_size - 1}", param="prompt"
+                f"{name}[{index}] is {token}, but this model's tokens go from 0 to {vocab_size - 1}",
+                param=name.partition("[")[0],
             )
     return list(prompt.tokens)
 
@@ -208,17 +269,19 @@ def _field(request: GenerationRequest) -> str:
     return "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
 
 
-def _is_short(request: BatchRequest) -> bool:
-    return sum(_size(item) for item in request.items) < _INLINE_CHARACTERS
+def _is_short(request: Request) -> bool:
+    # To compile a grammar may take a second.
+    return not _has_constraint(request) and sum(map(_size, prompts_of(request))) < _INLINE_CHARACTERS
 
 
-def _size(item: GenerationRequest | TrioserveError) -> int:
-    """How much work an item is, roughly, in characters."""
-    if isinstance(item, TrioserveError):
-        return 0
-    if item.constraint is not None:
-        return _INLINE_CHARACTERS  # to compile a grammar may take a second
-    prompt = item.prompt
+def _has_constraint(request: Request) -> bool:
+    return isinstance(request, BatchRequest) and any(
+        isinstance(item, GenerationRequest) and item.constraint is not None for item in request.items
+    )
+
+
+def _size(prompt: Prompt) -> int:
+    """How much work a prompt is, roughly, in characters."""
     if isinstance(prompt, TokenPrompt):
         return len(prompt.tokens)
     if isinstance(prompt, ChatPrompt):

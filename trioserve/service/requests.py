@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from trioserve.engine.base import Constraint
+from trioserve.engine.base import Constraint, Task
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import TrioserveError
 
@@ -19,14 +20,14 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text that is continued as it stands."""
+    """Text that is continued, or turned into a vector, as it stands."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Token ids that are continued as they stand."""
+    """Token ids that are continued, or turned into a vector, as they stand."""
 
     tokens: Sequence[int]
 
@@ -78,6 +79,8 @@ class BatchRequest:
         model, busy_timeout_ms, request_id: as in ``GenerationRequest``.
     """
 
+    task: ClassVar[Task] = Task.GENERATE
+
     items: Sequence[GenerationRequest | TrioserveError]
     all_or_nothing: bool = False
     model: str | None = None
@@ -96,10 +99,40 @@ class BatchRequest:
         )
 
 
-def describe(request: BatchRequest) -> str:
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """Vectors of several texts, computed together in one slot. One that can't be honoured refuses all of them.
+
+    Attributes:
+        inputs: the texts, at least one.
+        dimensions: keep so many of each vector's numbers, at unit length; None is all of them.
+        model, busy_timeout_ms, request_id: as in ``GenerationRequest``.
+    """
+
+    task: ClassVar[Task] = Task.EMBED
+
+    inputs: Sequence[TextPrompt | TokenPrompt]
+    dimensions: int | None = None
+    model: str | None = None
+    busy_timeout_ms: int | None = None
+    request_id: str = "-"
+
+
+Request = BatchRequest | EmbeddingRequest
+"""What takes one lease."""
+
+
+def describe(request: Request) -> str:
     """A request's prompts for the log, where the operator wants prompts there."""
-    prompts = [_text(item.prompt) for item in request.items if isinstance(item, GenerationRequest)]
+    prompts = [_text(prompt) for prompt in prompts_of(request)]
     return prompts[0] if len(prompts) == 1 else str(prompts)
+
+
+def prompts_of(request: Request) -> Sequence[Prompt]:
+    """All prompts or inputs of a request that could be read."""
+    if isinstance(request, EmbeddingRequest):
+        return request.inputs
+    return [item.prompt for item in request.items if isinstance(item, GenerationRequest)]
 
 
 def _text(prompt: Prompt) -> str:

@@ -22,12 +22,13 @@ from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.admission import effective_wait
 from trioserve.scheduling.lifecycle import PROCESS, ProcessEvent, ProcessPhase, RequestEvent, advance
 from trioserve.scheduling.statistics import DrainReport
-from trioserve.service.answer import Answer
+from trioserve.service.begun import Begun
+from trioserve.service.embed import Embedding
 from trioserve.service.generate import Generation
 from trioserve.service.ledger import Ledger, Record, Tally
 from trioserve.service.manage import Management
-from trioserve.service.prepare import Prepared, Preparer
-from trioserve.service.requests import BatchRequest, GenerationRequest, describe
+from trioserve.service.prepare import Prepared, Preparer, check_task
+from trioserve.service.requests import BatchRequest, EmbeddingRequest, GenerationRequest, Request, describe
 from trioserve.service.status import SlotStatus, slot_statuses
 
 logger = logging.getLogger("trioserve.service")
@@ -109,23 +110,12 @@ class Service:
             ModelLoadError: the model could not be loaded.
             ShuttingDownError: the server drains.
         """
-        self.check_accepting()
-        model = self.registry.find(request.model)
-        if isinstance(request, GenerationRequest):
-            request = BatchRequest.of(request)
-        prepared = await self._prepare_early(model, request)
-        self.check_accepting()  # once more: a drain that has begun meanwhile does not know of this request
-        record = self._ledger.open(request.request_id, model.id)
-        resources.callback(record.close)
-        record.on_abandon(resources.close)
-        try:
-            with record.scope:
-                return await self._run(model, request, prepared, record, resources)
-            raise ShuttingDownError("the server is shutting down")
-        except Exception as error:
-            # Something unforeseen is a failure too: without this it would pass for a client that left.
-            record.fail(error if isinstance(error, TrioserveError) else EngineError("the request failed"))
-            raise
+        batch = BatchRequest.of(request) if isinstance(request, GenerationRequest) else request
+        return Generation(await self._begin(batch, resources), all_or_nothing=batch.all_or_nothing)
+
+    async def embed(self, request: EmbeddingRequest, resources: ExitStack) -> Embedding:
+        """Admit a request for vectors and let a slot begin to compute them; see ``start`` for arguments and errors."""
+        return Embedding(await self._begin(request, resources))
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest | BatchRequest) -> AsyncIterator[Generation]:
@@ -208,20 +198,39 @@ class Service:
         if self._phase is ProcessPhase.DRAINING:
             self._phase = advance(PROCESS, self._phase, ProcessEvent.DRAINED)
 
-    async def _prepare_early(self, model: Model, request: BatchRequest) -> Prepared | None:
+    async def _begin(self, request: Request, resources: ExitStack) -> Begun:
+        """Prepare and enter a request, get it a slot, and let that begin; see ``start``."""
+        self.check_accepting()
+        model = self.registry.find(request.model)
+        prepared = await self._prepare_early(model, request)
+        self.check_accepting()  # once more: a drain that has begun meanwhile does not know of this request
+        record = self._ledger.open(request.request_id, model.id)
+        resources.callback(record.close)
+        record.on_abandon(resources.close)
+        try:
+            with record.scope:
+                return await self._run(model, request, prepared, record, resources)
+            raise ShuttingDownError("the server is shutting down")
+        except Exception as error:
+            # Something unforeseen is a failure too: without this it would pass for a client that left.
+            record.fail(error if isinstance(error, TrioserveError) else EngineError("the request failed"))
+            raise
+
+    async def _prepare_early(self, model: Model, request: Request) -> Prepared | None:
         """Check prompts before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""
+        check_task(model.config, request)
         return None if model.pool is None else await self._preparer.prepare(model.pool, request)
 
     async def _run(
         self,
         model: Model,
-        request: BatchRequest,
+        request: Request,
         prepared: Prepared | None,
         record: Record,
         resources: ExitStack,
-    ) -> Generation:
+    ) -> Begun:
         if prepared is not None and not prepared.sequences:
-            return self._refuse_all(model, request, prepared, record)
+            return _refuse_all(model, prepared, record)
         config = model.config
         lease = await model.admit(
             effective_wait(self.config.busy_timeout_ms, config.busy_timeout_ms, request.busy_timeout_ms),
@@ -239,23 +248,14 @@ class Service:
             prepared = await self._preparer.prepare(pool, request)
         await trio.lowlevel.checkpoint_if_cancelled()  # the same, for the preparation; from here on its job is told
         if not prepared.sequences:
-            return self._refuse_all(model, request, prepared, record)
+            return _refuse_all(model, prepared, record)
         job = lease.start(pool, *prepared.sequences.values())
         record.advance(RequestEvent.STARTED)
         record.on_cut(lease.fail)
-        answers = [
-            Answer(index, len(sequence.prompt), times, lease.slot, record.entered)
-            for (index, sequence), times in zip(prepared.sequences.items(), job.times, strict=True)
-        ]
-        record.prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+        record.prompt_tokens = sum(len(sequence.prompt) for sequence in prepared.sequences.values())
         if self.config.log_prompts:
             record.fields["prompt"] = describe(request)
-        return Generation(job, answers, prepared.refused, record, model.id, all_or_nothing=request.all_or_nothing)
-
-    def _refuse_all(self, model: Model, request: BatchRequest, prepared: Prepared, record: Record) -> Generation:
-        """A batch of which nothing can be honoured: each item gets its error, and no slot works."""
-        record.fail(prepared.refused[0].error)
-        return Generation(None, (), prepared.refused, record, model.id, all_or_nothing=request.all_or_nothing)
+        return Begun(model.id, record, prepared, job)
 
     async def _wait_for_requests(self, seconds: float) -> None:
         """Return when no request is under way, the time is over, or somebody is in a hurry."""
@@ -275,6 +275,12 @@ class Service:
         with trio.move_on_after(CUT_GRACE):
             await self._ledger.wait_idle()
         self._ledger.abandon()
+
+
+def _refuse_all(model: Model, prepared: Prepared, record: Record) -> Begun:
+    """A batch of which nothing can be honoured: each item gets its error, and no slot works."""
+    record.fail(prepared.refused[0].error)
+    return Begun(model.id, record, prepared, job=None)
 
 
 @contextlib.asynccontextmanager

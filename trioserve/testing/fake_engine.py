@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+import math
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trioserve.engine.base import (
     MAX_SLOTS,
     Constraint,
     ConstraintError,
+    Embedded,
+    EmbeddingInput,
     Failed,
     Finished,
     FinishReason,
@@ -22,6 +26,7 @@ from trioserve.engine.base import (
     SequenceRequest,
     SessionOptions,
     StepEvent,
+    Task,
     Token,
     Traits,
     Work,
@@ -31,12 +36,20 @@ from trioserve.testing.gate import ThreadGate
 
 VOCAB_SIZE = 257
 END = 256
+DIMENSIONS = 32
 
 
 def fake_answer(prompt: bytes, tokens: int) -> str:
     """What a fake session answers to a prompt when nothing stops it: as many letters as tokens were allowed."""
     letters = hashlib.sha256(prompt).hexdigest()
     return (letters * (tokens // len(letters) + 1))[:tokens]
+
+
+def fake_vector(prompt: Sequence[int], dimensions: int | None = None) -> array[float]:
+    """The vector of unit length that a fake session makes of a prompt, or the beginning of it at unit length."""
+    numbers = [byte - 127.5 for byte in hashlib.sha256(str(list(prompt)).encode()).digest()][:dimensions]
+    length = math.hypot(*numbers)
+    return array("f", [number / length for number in numbers])
 
 
 class FakeEngine:
@@ -120,6 +133,7 @@ class FakeWeights:
         self.bos_text = self.eos_text = ""
         self.bos: int | None = None
         self.vocab_size = VOCAB_SIZE
+        self.n_embd = DIMENSIONS
         self.longest_piece = 1
         self.max_sessions = engine.max_sessions
         self.sessions: list[FakeSession] = []
@@ -150,17 +164,49 @@ class FakeWeights:
         self.engine.closed.append(self.name)
 
 
-class _Live:
-    def __init__(self, request: SequenceRequest, room: int) -> None:
-        self.request = request
-        self.text = fake_answer(bytes(request.prompt), room)
-        self.given = 0
+class _Answer:
+    """An answer that grows by one letter a step."""
+
+    def __init__(self, number: int, request: SequenceRequest, n_ctx: int, limit: int | None) -> None:
         self.ended = False
-        self.assembler = TextAssembler(request.stops)
+        self._number = number
+        self._text = fake_answer(bytes(request.prompt), min(request.max_tokens, n_ctx - len(request.prompt)))
+        self._limit = limit
+        self._given = 0
+        self._assembler = TextAssembler(request.stops)
+
+    def advance(self) -> Iterator[StepEvent]:
+        if self._given == self._limit:
+            yield self._finished(FinishReason.STOP)
+            return
+        letter = self._text[self._given]
+        self._given += 1
+        yield Token(self._number, ord(letter), self._assembler.feed(letter.encode()))
+        if self._assembler.stopped:
+            yield self._finished(FinishReason.STOP)
+        elif self._given == len(self._text):
+            yield self._finished(FinishReason.LENGTH)
+
+    def _finished(self, reason: FinishReason) -> Finished:
+        self.ended = True
+        return Finished(self._number, reason, "" if self._assembler.stopped else self._assembler.flush())
+
+
+class _Vector:
+    """A vector that is there after one step."""
+
+    def __init__(self, number: int, work: EmbeddingInput) -> None:
+        self.ended = False
+        self._number = number
+        self._work = work
+
+    def advance(self) -> Iterator[StepEvent]:
+        self.ended = True
+        yield Embedded(self._number, fake_vector(self._work.prompt, self._work.dimensions))
 
 
 class FakeSession:
-    """Gives one letter for each step."""
+    """Gives one letter of each answer, or all vectors, for each step."""
 
     def __init__(self, engine: FakeEngine, name: str, options: SessionOptions) -> None:
         self.traits = Traits("fake", options.task, frozenset(Mode))
@@ -171,21 +217,23 @@ class FakeSession:
         self.threads: list[int] = []
         self.resets = 0
         self._engine = engine
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _Answer | _Vector] = {}
         self._interrupted = False
         self._steps = 0
 
     def add(self, work: Work) -> int:
         """Take a sequence in."""
-        if not isinstance(work, SequenceRequest):
-            raise ValueError(f"a session that generates takes no {type(work).__name__}")
-        room = min(work.max_tokens, self.n_ctx - len(work.prompt))
+        if isinstance(work, EmbeddingInput) is not (self.traits.task is Task.EMBED):
+            raise ValueError(f"a session that is made to {self.traits.task} takes no {type(work).__name__}")
         number = next(number for number in itertools.count() if number not in self._live)
-        self._live[number] = _Live(work, room)
+        if isinstance(work, EmbeddingInput):
+            self._live[number] = _Vector(number, work)
+        else:
+            self._live[number] = _Answer(number, work, self.n_ctx, self._engine.answer_tokens)
         return number
 
     def step(self, threads: int) -> Sequence[StepEvent]:
-        """Pass the gate, then give the next letter of each sequence."""
+        """Pass the gate, then give the next letter, or the vector, of each sequence."""
         self.threads.append(threads)
         if self._interrupted or not self._engine.step_gate.wait(lambda: self._interrupted):
             return []
@@ -194,11 +242,9 @@ class FakeSession:
             raise RuntimeError("the fake was told to raise")
         if self._steps == self._engine.failing_step:
             return [self._fail(number, live) for number, live in self._live.items() if not live.ended]
-        events: list[StepEvent] = []
-        for number, live in self._live.items():
-            if not live.ended:
-                self._advance(number, live, events)
-        return events
+        events = [event for live in self._live.values() if not live.ended for event in live.advance()]
+        # No order is promised among texts, and an engine that packs them gives them in another one than it got them.
+        return events[::-1] if self.traits.task is Task.EMBED else events
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
@@ -224,23 +270,6 @@ class FakeSession:
         self._engine.close_gate.wait()
         self._engine.closed.append(self.name)
 
-    def _fail(self, number: int, live: _Live) -> Failed:
+    def _fail(self, number: int, live: _Answer | _Vector) -> Failed:
         live.ended = True
         return Failed(number, "the fake was told to fail")
-
-    def _advance(self, number: int, live: _Live, events: list[StepEvent]) -> None:
-        limit = self._engine.answer_tokens
-        if limit is not None and live.given == limit:
-            self._finish(number, live, FinishReason.STOP, events)
-            return
-        letter = live.text[live.given]
-        live.given += 1
-        events.append(Token(number, ord(letter), live.assembler.feed(letter.encode())))
-        if live.assembler.stopped:
-            self._finish(number, live, FinishReason.STOP, events)
-        elif live.given == len(live.text):
-            self._finish(number, live, FinishReason.LENGTH, events)
-
-    def _finish(self, number: int, live: _Live, reason: FinishReason, events: list[StepEvent]) -> None:
-        live.ended = True
-        events.append(Finished(number, reason, "" if live.assembler.stopped else live.assembler.flush()))

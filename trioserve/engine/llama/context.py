@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.engine.base import LoadFailure, SessionOptions, UnusableFile
+from trioserve.engine.base import LoadFailure, SessionOptions, Task, UnfitOptions
 from trioserve.engine.llama.library import captured_errors, flag_reader
 
 _KV_TYPES = {
@@ -20,6 +20,12 @@ _KV_TYPES = {
     "bf16": 30,  # GGML_TYPE_BF16; the binding does not name it
     "q8_0": llama_cpp.GGML_TYPE_Q8_0,
     "q4_0": llama_cpp.GGML_TYPE_Q4_0,
+}
+_POOLINGS = {
+    "auto": llama_cpp.LLAMA_POOLING_TYPE_UNSPECIFIED,  # the model's own
+    "mean": llama_cpp.LLAMA_POOLING_TYPE_MEAN,
+    "cls": llama_cpp.LLAMA_POOLING_TYPE_CLS,
+    "last": llama_cpp.LLAMA_POOLING_TYPE_LAST,
 }
 _FLASH_AUTO, _FLASH_OFF, _FLASH_ON = -1, 0, 1
 _FULL, _ABORTED = 1, 2  # positive answers of llama_decode
@@ -108,8 +114,8 @@ class Context:
         offloaded: whether layers run on another device than the CPU.
 
     Raises:
+        UnfitOptions: the model can't continue a text.
         LoadFailure: llama.cpp could not allocate it.
-        UnusableFile: the model can't continue a text.
     """
 
     def __init__(self, model: Any, n_vocab: int, options: SessionOptions, *, offloaded: bool) -> None:
@@ -120,16 +126,17 @@ class Context:
         if not self._ctx:
             raise LoadFailure("; ".join(errors[-2:]) or "the context could not be allocated")
         self._memory = llama_cpp.llama_get_memory(self._ctx)
-        if not self._memory:
-            # llama_decode would take such a model for an encoder, and abort the process.
+        is_encoder = not self._memory or bool(llama_cpp.llama_model_has_encoder(model))
+        if is_encoder and options.task is not Task.EMBED:
+            # llama_decode would abort the process at the first token that has no place in one micro-batch.
             self.close()
-            raise UnusableFile(
-                "the model keeps no earlier tokens: it is made for embeddings or diffusion, not for text"
-            )
+            raise UnfitOptions('the model turns text into vectors and continues none: give it task = "embed"', "task")
+        self._evaluate = llama_cpp.llama_encode if is_encoder else llama_cpp.llama_decode
         llama_cpp.llama_set_abort_callback(self._ctx, self._read_flag, ctypes.cast(self._flag, ctypes.c_void_p))
         self._threads = 0
         self.errors: list[str] = []
         self._row_type = ctypes.c_float * n_vocab
+        self._vector_type = ctypes.c_float * llama_cpp.llama_model_n_embd_out(model)
 
     @property
     def pointer(self) -> Any:
@@ -151,19 +158,18 @@ class Context:
             llama_cpp.llama_set_n_threads(self._ctx, threads, threads)
             self._threads = threads
         with captured_errors() as self.errors:
-            code = llama_cpp.llama_decode(self._ctx, batch.struct)
+            code = self._evaluate(self._ctx, batch.struct)
         if code == 0:
             return Outcome.DONE
         return Outcome.INTERRUPTED if code == _ABORTED or self.interrupted else Outcome.FAILED
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """The logits after a row of the last batch: ``[n_vocab]``, a view that the next decode overwrites."""
-        pointer = llama_cpp.llama_get_logits_ith(self._ctx, row)
-        address = ctypes.cast(pointer, ctypes.c_void_p).value
-        if address is None:
-            raise RuntimeError(f"row {row} of the batch has no logits")
-        logits: npt.NDArray[np.float32] = np.ctypeslib.as_array(self._row_type.from_address(address))
-        return logits
+        return _view(llama_cpp.llama_get_logits_ith(self._ctx, row), self._row_type, f"row {row} of the batch")
+
+    def vector(self, sequence: int) -> npt.NDArray[np.float32]:
+        """The pooled vector of a sequence of the last batch: ``[n_embd]``, a view that the next decode overwrites."""
+        return _view(llama_cpp.llama_get_embeddings_seq(self._ctx, sequence), self._vector_type, f"sequence {sequence}")
 
     def truncate(self, sequence: int, tokens: int) -> bool:
         """Free the memory of one sequence from some token on.
@@ -185,9 +191,14 @@ class Context:
         """Lower the abort flag."""
         self._flag[0] = 0  # type: ignore[call-overload]
 
+    def forget_all(self) -> None:
+        """Free the memory of all sequences."""
+        if self._memory:
+            llama_cpp.llama_memory_clear(self._memory, False)
+
     def reset(self) -> None:
         """Free all memory and lower the abort flag."""
-        llama_cpp.llama_memory_clear(self._memory, False)
+        self.forget_all()
         self.lower()
 
     def close(self) -> None:
@@ -199,17 +210,35 @@ class Context:
 
 def _parameters(options: SessionOptions, *, offloaded: bool) -> Any:
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx = options.n_ctx * options.max_sequences
     params.n_seq_max = options.max_sequences
-    params.n_batch = max(options.n_batch, options.max_sequences)
-    params.n_ubatch = min(options.n_ubatch, params.n_batch)
-    # One row of logits per sequence is all that is ever asked for; the default reserves one for every token of a batch.
-    params.n_outputs_max = options.max_sequences
+    if options.task is Task.EMBED:
+        # A pooled vector is made of one micro-batch, and so is attention to what follows: a text goes in whole.
+        # llama.cpp plans micro-batches of equal sequences, and aborts the process where they don't come out even.
+        even = -(-options.n_ctx // options.max_sequences) * options.max_sequences
+        params.n_ctx = params.n_batch = params.n_ubatch = even
+        params.kv_unified = True
+        params.embeddings = True
+        params.pooling_type = _POOLINGS[options.pooling]
+    else:
+        params.n_ctx = options.n_ctx * options.max_sequences
+        params.n_batch = max(options.n_batch, options.max_sequences)
+        params.n_ubatch = min(options.n_ubatch, params.n_batch)
+        params.kv_unified = False
+        # One row of logits per sequence is all that is ever asked for; the default reserves one for every token.
+        params.n_outputs_max = options.max_sequences
     params.type_k = params.type_v = _KV_TYPES[options.kv_dtype]
     params.flash_attn_type = _flash_attention(options, offloaded=offloaded)
-    params.kv_unified = False
     params.no_perf = True
     return params
+
+
+def _view(pointer: Any, kind: Any, owner: str) -> npt.NDArray[np.float32]:
+    """The floats of a type of ctypes array at an address of llama.cpp's."""
+    address = ctypes.cast(pointer, ctypes.c_void_p).value
+    if address is None:
+        raise RuntimeError(f"{owner} has no numbers")
+    view: npt.NDArray[np.float32] = np.ctypeslib.as_array(kind.from_address(address))
+    return view
 
 
 def _flash_attention(options: SessionOptions, *, offloaded: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,22 @@ from trioserve.engine.base import (
     LoadOptions,
     Progress,
     SessionOptions,
+    Task,
+    UnfitOptions,
     UnusableFile,
 )
 from trioserve.engine.estimate import InspectedFile
-from trioserve.engine.gguf import HeaderError
+from trioserve.engine.gguf import HeaderError, read_header
 from trioserve.engine.llama.constraint import Constraints
+from trioserve.engine.llama.embedder import EmbeddingSession
 from trioserve.engine.llama.library import captured_errors, free_device_memory, start_backend
 from trioserve.engine.llama.session import LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.model_file import inspect_model
 
 _NO_VOCABULARY, _WORDPIECE = 0, 3  # LLAMA_VOCAB_TYPE_NONE, LLAMA_VOCAB_TYPE_WPM
+_NO_POOLING, _RANK = ("", "-1", "0"), "4"  # of llama_pooling_type, as a file's metadata spells it
+_POSITIONS = "position_embd.weight"
 _TEXT_BYTES = 256
 _LOAD_MODES = {  # by (mmap, mlock)
     (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
@@ -61,10 +67,12 @@ class LlamaWeights:
     Arguments:
         model: the pointer, owned by this object from now on.
         options: how it was loaded.
+        positions: the most tokens of context that it can have, where that has a limit.
     """
 
-    def __init__(self, model: Any, options: LoadOptions) -> None:
+    def __init__(self, model: Any, options: LoadOptions, positions: int | None) -> None:
         self._model = model
+        self._positions = positions
         self._offloaded = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
         self._vocabulary = Vocabulary(model)
         self._constraints = Constraints(self._vocabulary)
@@ -72,6 +80,7 @@ class LlamaWeights:
         self.vocab_size = self._vocabulary.size
         self.name = _description(model)
         self.n_ctx_train: int = llama_cpp.llama_model_n_ctx_train(model)
+        self.n_embd: int = llama_cpp.llama_model_n_embd_out(model)
         self.size: int = llama_cpp.llama_model_size(model)
         self.chat_template = _chat_template(model)
         self.bos = self._vocabulary.bos
@@ -92,8 +101,18 @@ class LlamaWeights:
         """See that answers can be held to a constraint."""
         self._constraints.check(constraint)
 
-    def open_session(self, options: SessionOptions) -> LlamaSession:
+    def open_session(self, options: SessionOptions) -> LlamaSession | EmbeddingSession:
         """Make a session over these weights."""
+        if self._positions is not None and options.n_ctx > self._positions:
+            raise UnfitOptions(
+                f"n_ctx is {options.n_ctx}, but the model has learnt {self._positions} positions", "n_ctx"
+            )
+        if options.task is Task.EMBED:
+            if options.pooling == "auto" and _pooling(self._model) in _NO_POOLING:
+                options = replace(options, pooling="mean")
+            return EmbeddingSession(
+                self._model, self._vocabulary.size, self._family, options, offloaded=self._offloaded
+            )
         return LlamaSession(
             self._model, self._vocabulary, self._constraints, self._family, options, offloaded=self._offloaded
         )
@@ -135,7 +154,7 @@ class LlamaEngine:
         if reason := _unusable(model):
             llama_cpp.llama_model_free(model)
             raise UnusableFile(reason)
-        return LlamaWeights(model, options)
+        return LlamaWeights(model, options, _learnt_positions(path))
 
 
 def _progress_callback(progress: Progress | None) -> Any:
@@ -154,14 +173,16 @@ def _failure(errors: Sequence[str]) -> LoadFailure:
 
 
 def _unusable(model: Any) -> str | None:
-    """Why this model can't answer prompts, or None."""
+    """Why this model can neither answer prompts nor make vectors of them, or None."""
     vocab = llama_cpp.llama_model_get_vocab(model)
     if llama_cpp.llama_vocab_type(vocab) == _NO_VOCABULARY or llama_cpp.llama_vocab_n_tokens(vocab) == 0:
         return "the file has no vocabulary"
     if lacking := _lacking_special(vocab):
         return f"its tokenizer puts a {lacking} token into every prompt, but has none"
-    if llama_cpp.llama_model_has_encoder(model) or not llama_cpp.llama_model_has_decoder(model):
-        return "models with an encoder are not supported"
+    if llama_cpp.llama_model_has_encoder(model) and llama_cpp.llama_model_has_decoder(model):
+        return "models with an encoder and a decoder are not supported"
+    if _pooling(model) == _RANK:
+        return "models that rank are not supported"
     if llama_cpp.llama_model_is_diffusion(model):
         return "diffusion models are not supported"
     return None
@@ -178,6 +199,15 @@ def _lacking_special(vocab: Any) -> str | None:
     return next((name for name, (added, token) in wanted.items() if added and token < 0), None)
 
 
+def _learnt_positions(path: Path) -> int | None:
+    """Rows of a model's table of positions, where it has one; llama.cpp aborts the process at a position beyond it."""
+    try:
+        tensors = read_header(path).tensors
+    except (OSError, HeaderError):
+        return None
+    return next((tensor.shape[-1] for tensor in tensors if tensor.name == _POSITIONS), None)
+
+
 def _description(model: Any) -> str:
     buffer = ctypes.create_string_buffer(_TEXT_BYTES)
     llama_cpp.llama_model_desc(model, buffer, _TEXT_BYTES)
@@ -188,6 +218,10 @@ def _metadata(model: Any, key: str) -> str:
     buffer = ctypes.create_string_buffer(_TEXT_BYTES)
     length = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, _TEXT_BYTES)
     return "" if length < 0 else buffer.value.decode("utf-8", "replace")
+
+
+def _pooling(model: Any) -> str:
+    return _metadata(model, f"{_metadata(model, 'general.architecture')}.pooling_type")
 
 
 def _chat_template(model: Any) -> str | None:

@@ -31,6 +31,11 @@ def encodable(text: str) -> str:
     return text
 
 
+def is_tokens(value: object) -> bool:
+    """Whether this is a list of token ids, at least one."""
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
 def _listed(value: object) -> object:
     """Take one string for a list of one."""
     if value is not None and not isinstance(value, (str, list)):
@@ -242,6 +247,7 @@ def _as_given(limit: object) -> object:
 
 _WORDS = {
     "missing": "is required",
+    "literal_error": "must be {expected}",
     "int_type": "must be an integer",
     "int_parsing_size": "is out of range",
     "float_type": "must be a number",

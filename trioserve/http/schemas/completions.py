@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, field_validator
 
 from trioserve.errors import InvalidRequestError
-from trioserve.http.schemas.base import MAX_LOGPROBS, GenerationFields, encodable
+from trioserve.http.schemas.base import MAX_LOGPROBS, GenerationFields, encodable, is_tokens
 from trioserve.service import TextPrompt, TokenPrompt
 
 MAX_PROMPTS = 2048
@@ -61,7 +61,7 @@ class CompletionRequest(GenerationFields):
     @field_validator("prompt")
     @classmethod
     def _prompts(cls, value: Any) -> Sequence[TextPrompt | TokenPrompt]:
-        if not isinstance(value, list) or not value or _is_tokens(value):
+        if not isinstance(value, list) or not value or is_tokens(value):
             return (_prompt(value),)
         if len(value) > MAX_PROMPTS:
             raise ValueError(f"holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed")
@@ -71,10 +71,6 @@ class CompletionRequest(GenerationFields):
 def _prompt(value: Any) -> TextPrompt | TokenPrompt:
     if isinstance(value, str):
         return TextPrompt(encodable(value))
-    if _is_tokens(value):
+    if is_tokens(value):
         return TokenPrompt(value)
     raise ValueError("must be a string or a non-empty list of token ids, or a list of such prompts")
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
