@@ -190,7 +190,8 @@ async def test_what_is_wrong_with_a_request(body, param, words):
         assert words in error["message"]
         assert vectors(await server.call(EMBEDDINGS, embedding()))
         await server.free()
-        assert server.service.tally().accepted == 1
+        tally = server.service.tally()
+        assert (tally.finished, tally.rejected) == (1, 1)
 
 
 async def test_an_input_that_does_not_fit_is_named_with_both_counts():

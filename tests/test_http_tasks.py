@@ -307,7 +307,8 @@ async def test_one_prompt_that_does_not_fit_refuses_all_and_is_named(stream):
         reply = await server.call(COMPLETIONS, completion(["a", "x" * 5000], stream=stream))
         error = assert_error(reply, 400, "invalid_request_error", param="prompt", code="context_length_exceeded")
         assert error["message"].startswith("prompt[1]: ")
-        assert server.service.tally().accepted == 0
+        tally = server.service.tally()
+        assert (tally.rejected, tally.accepted) == (1, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -27,6 +27,7 @@ Each class carries the HTTP status and OpenAI's ``type`` and ``code``. This modu
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import ClassVar
 
 
@@ -46,6 +47,11 @@ class TrioserveError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    @property
+    def reason(self) -> str:
+        """Why, in a word, for counts: the code, or more precisely than that."""
+        return self.code
 
 
 class ConfigError(TrioserveError):
@@ -158,12 +164,36 @@ class UnsupportedMediaTypeError(TrioserveError):
     code = "unsupported_media_type"
 
 
+class BusyReason(StrEnum):
+    """What stood in the way of a caller who was turned away as one too many."""
+
+    BUSY_TIMEOUT = "busy_timeout"
+    NO_WAIT = "no_wait"
+    OVERDUE = "overdue"
+    QUEUE_FULL = "queue_full"
+    LOADED_MODELS = "loaded_models"
+
+
 class ServerBusyError(TrioserveError):
-    """No slot came free within the wait that was allowed; nothing was started."""
+    """No slot came free within the wait that was allowed; nothing was started.
+
+    Arguments:
+        message: as for all.
+        busy: what stood in the way.
+    """
 
     status = 503
     type = "server_busy"
     code = "server_busy"
+
+    def __init__(self, message: str, busy: BusyReason = BusyReason.BUSY_TIMEOUT) -> None:
+        super().__init__(message)
+        self.busy = busy
+
+    @property
+    def reason(self) -> str:
+        """What stood in the way."""
+        return self.busy.value
 
 
 class ShuttingDownError(TrioserveError):

@@ -17,7 +17,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
-__all__ = ["BackgroundStream", "JsonFormatter", "TextFormatter", "configure_logging", "one_line"]
+from trioserve.origin import current_origin
+
+__all__ = ["BackgroundStream", "JsonFormatter", "TextFormatter", "TraceFilter", "configure_logging", "one_line"]
 
 LOGGER_NAME = "trioserve"
 _RESERVED = frozenset({"time", "level", "message", "exception"})
@@ -86,6 +88,17 @@ class JsonFormatter(logging.Formatter):
             return json.dumps({key: str(value) for key, value in event.items()})
 
 
+class TraceFilter(logging.Filter):
+    """Adds to each event the trace of the call that it came about in, where its caller is part of one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every event pass."""
+        origin = current_origin()
+        if origin is not None and origin.trace:
+            record.fields = {**_fields(record), **origin.trace}
+        return True
+
+
 class BackgroundStream:
     """Writes to a stream from a thread of its own, so that a reader who has stopped reading holds nobody up.
 
@@ -147,6 +160,7 @@ def configure_logging(
     """
     stream = BackgroundStream(sys.stderr) if background and sys.stderr is not None else None
     handler = _handler(stream)
+    handler.addFilter(TraceFilter())
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logger = logging.getLogger(LOGGER_NAME)
     for old in list(logger.handlers):

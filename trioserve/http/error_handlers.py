@@ -43,11 +43,11 @@ def register(app: QuartTrio, max_body_bytes: int) -> None:
     async def own(error: TrioserveError) -> Response:
         if isinstance(error, EngineError):
             _log(error)
-        return respond(error)
+        return _told(error)
 
     @app.errorhandler(HTTPException)
     async def framework(error: HTTPException) -> Response:
-        response = respond(_translated(error, max_body_bytes))
+        response = _told(_translated(error, max_body_bytes))
         allow = dict(error.get_headers()).get("Allow")
         if allow:
             response.headers["allow"] = allow
@@ -56,7 +56,12 @@ def register(app: QuartTrio, max_body_bytes: int) -> None:
     @app.errorhandler(Exception)
     async def unexpected(error: Exception) -> Response:
         _log(error)
-        return respond(TrioserveError("an internal error happened; the server's log tells it by the request id"))
+        return _told(TrioserveError("an internal error happened; the server's log tells it by the request id"))
+
+
+def _told(error: TrioserveError) -> Response:
+    Exchange.of(request.scope).note_error(error)
+    return respond(error)
 
 
 def _log(error: Exception) -> None:

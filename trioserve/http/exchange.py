@@ -7,13 +7,16 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
 from trioserve.errors import TrioserveError
 from trioserve.http.render import error_body
+from trioserve.http.routing import UNMATCHED
 from trioserve.http.sse import frame
+from trioserve.http.trace import trace_of
+from trioserve.origin import Origin
 
 logger = logging.getLogger("trioserve.http")
 
@@ -39,6 +42,18 @@ def error_headers(error: TrioserveError) -> list[Header]:
     return headers
 
 
+class Witness(Protocol):
+    """Told of responses and errors, to count them."""
+
+    def response_begun(self, route: str, status: int) -> None:
+        """A response has begun."""
+        ...
+
+    def note_error(self, error: TrioserveError) -> None:
+        """A call for work ends with an error."""
+        ...
+
+
 class Exchange:
     """Wraps the server's ``receive`` and ``send`` for one request.
 
@@ -49,6 +64,11 @@ class Exchange:
         send_timeout: seconds that one message may take to be handed to the transport.
         closing: tells whether the connection shall close after this response.
         headers: added to those of the response.
+        witness: told how it goes.
+        route: name of the request's route.
+
+    Attributes:
+        origin: what log lines and counts tell of the request.
     """
 
     def __init__(
@@ -59,9 +79,16 @@ class Exchange:
         send_timeout: float,
         closing: Callable[[], bool],
         headers: Iterable[Header] = (),
+        *,
+        witness: Witness,
+        route: str,
     ) -> None:
         self.resources = ExitStack()
         self.request_id = _request_id(scope["headers"])
+        trace = trace_of(scope["headers"])
+        self.origin = Origin(self.request_id, route, trace={} if trace is None else trace._asdict())
+        self._witness = witness
+        self._wants_work = scope.get("method") == "POST" and route != UNMATCHED
         self.started = self.finished = False
         self._is_stream = False
         self._http1 = scope["http_version"].startswith("1")
@@ -123,8 +150,14 @@ class Exchange:
                 return
             await trio.sleep_until(due + 0.05)
 
+    def note_error(self, error: TrioserveError) -> None:
+        """Have an error counted that is this request's answer. What only looks at something isn't counted."""
+        if self._wants_work:
+            self._witness.note_error(error)
+
     async def refuse(self, error: TrioserveError) -> None:
         """Answer with an error, without the application."""
+        self.note_error(error)
         body = error_body(error)
         await self.reply(error.status, [*error_headers(error), (b"content-length", str(len(body)).encode())], body)
 
@@ -154,6 +187,8 @@ class Exchange:
 
     def _begin(self, message: Message) -> None:
         self.started = True
+        self.origin.status = message["status"]
+        self._witness.response_begun(self.origin.route, message["status"])
         headers = list(message.get("headers", []))
         self._is_stream = any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers)
         headers += [(b"x-request-id", self.request_id.encode()), *self._more_headers]

@@ -18,14 +18,18 @@ from trioserve.errors import (
 from trioserve.http.auth import Keyring, route_kind
 from trioserve.http.cors import Cors
 from trioserve.http.exchange import ClientStalledError, Exchange, Message, Receive, Send
+from trioserve.http.routing import UNMATCHED
+from trioserve.origin import as_origin
 from trioserve.scheduling.lifecycle import ProcessPhase
 from trioserve.service import Service
 
 logger = logging.getLogger("trioserve.http")
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
+NameRoute = Callable[[str, str], str]
+"""Names the route of a request by its method and path."""
 
-_STATUS_ROUTES = ("/health", "/v1/models", "/v1/slots")
+_STATUS_ROUTES = ("/health", "/v1/models", "/v1/slots", "/metrics")
 
 
 def _asks_for_status(scope: Message) -> bool:
@@ -43,11 +47,13 @@ class Guard:
     Arguments:
         app: the application, called under Trio.
         service: asked whether new work is taken.
+        name_route: of the application's routes.
     """
 
-    def __init__(self, app: App, service: Service) -> None:
+    def __init__(self, app: App, service: Service, name_route: NameRoute = lambda method, path: UNMATCHED) -> None:
         self._app = app
         self._service = service
+        self._name_route = name_route
         self._send_timeout = service.config.send_timeout_ms / 1000
         self._keyring = Keyring.of(service.config)
         self._cors = Cors(service.config.cors_origins)
@@ -60,8 +66,11 @@ class Guard:
         # From here on there is one path: what is judged by it is what is routed by it.
         scope["path"], scope["root_path"] = _origin_form(_below_root(scope)), ""
         more_headers = self._cors.response_headers(scope["headers"])
-        exchange = Exchange(scope, receive, send, self._send_timeout, self._draining, more_headers)
-        with exchange.resources:
+        route = self._name_route(scope["method"], scope["path"]) if scope["type"] == "http" else UNMATCHED
+        exchange = Exchange(
+            scope, receive, send, self._send_timeout, self._draining, more_headers, witness=self._service, route=route
+        )
+        with as_origin(exchange.origin), exchange.resources:
             try:
                 await self._serve(scope, exchange)
             except BaseException as error:
@@ -111,9 +120,9 @@ class Guard:
             return
         if isinstance(rest, Exception):
             logger.error("request failed", exc_info=rest, extra={"fields": {"request_id": exchange.request_id}})
-            await exchange.give_up(
-                TrioserveError("an internal error happened; the server's log tells it by the request id")
-            )
+            failure = TrioserveError("an internal error happened; the server's log tells it by the request id")
+            exchange.note_error(failure)
+            await exchange.give_up(failure)
             return
         cancelled, _ = _split(rest, trio.Cancelled)
         if cancelled is not None:

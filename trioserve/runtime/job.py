@@ -11,6 +11,7 @@ import trio
 
 from trioserve.engine.base import ENDINGS, StepEvent, Work
 from trioserve.errors import EngineError, TrioserveError
+from trioserve.origin import current_origin
 
 BUFFERED_EVENTS = 256
 """Events that may wait for a slow reader before its slot pauses."""
@@ -18,13 +19,14 @@ BUFFERED_EVENTS = 256
 
 @dataclass(slots=True)
 class Times:
-    """When a sequence was begun, gave its first token or vector, and ended, by ``time.perf_counter``; None until then.
+    """When a sequence was begun, gave its first and its latest token or vector, and ended; None until then.
 
-    Written by the worker.
+    By ``time.perf_counter``; written by the worker.
     """
 
     begun: float | None = None
     first: float | None = None
+    latest: float | None = None
     ended: float | None = None
 
 
@@ -44,6 +46,7 @@ class Job:
     def __init__(self, works: Sequence[Work], interrupt: Callable[[], None]) -> None:
         self.works = works
         self.times = [Times() for _ in works]
+        self.origin = current_origin()
         self._interrupt = interrupt
         self._token = trio.lowlevel.current_trio_token()
         self._events: deque[StepEvent] = deque()
@@ -110,6 +113,7 @@ class Job:
         for event in events:
             number, index = event.sequence, self._indices[event.sequence]
             times = self.times[index]
+            times.latest = now
             if times.first is None:
                 times.first = now
                 self._without_token -= 1

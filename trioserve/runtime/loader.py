@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -16,7 +17,9 @@ from trioserve.errors import (
     ServerBusyError,
     TrioserveError,
 )
+from trioserve.origin import as_origin
 from trioserve.runtime.cores import Cores
+from trioserve.runtime.observer import LoadOutcome
 from trioserve.runtime.pool import Plan, Pool, memory_needed, serve_pool
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.lifecycle import MODEL, ModelEvent, ModelState, advance
@@ -58,7 +61,7 @@ class LoadAttempt:
         await self._settled.wait()
         if self._error is not None:
             # A fresh one for each waiter: a raised exception collects its raiser's traceback.
-            raise type(self._error)(self._error.message, param=self._error.param)
+            raise copy.copy(self._error)
         assert self._pool is not None, "a settled attempt has a pool or an error"
         return self._pool
 
@@ -85,7 +88,7 @@ class Loader:
         cores: shared by all models of the process.
         has_room: asked before a batch takes memory of its own.
         progress: told of loads.
-        on_settled: called at the end of each load, whatever came of it.
+        on_settled: called at the end of each load with what came of it.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Loader:
         cores: Cores,
         has_room: HasRoom,
         progress: LoadProgress | None,
-        on_settled: Callable[[], None],
+        on_settled: Callable[[LoadOutcome], None],
     ) -> None:
         self.state = ModelState.UNLOADED
         self.pool: Pool | None = None
@@ -134,7 +137,9 @@ class Loader:
         if self._attempt is None:
             self._attempt = LoadAttempt()
             self.advance(event)
-            nursery.start_soon(self._load, nursery, config, make_room, self._attempt)
+            # It outlives the caller, and the slots that it starts work for others.
+            with as_origin(None):
+                nursery.start_soon(self._load, nursery, config, make_room, self._attempt)
         return self._attempt
 
     async def settle(self) -> None:
@@ -191,7 +196,14 @@ class Loader:
         self.advance(ModelEvent.LOAD_SUCCEEDED if isinstance(outcome, Pool) else ModelEvent.LOAD_FAILED)
         self._attempt = None
         attempt.settle(outcome)
-        self._on_settled()
+        self._on_settled(self._told(outcome))
+
+    def _told(self, outcome: Pool | TrioserveError) -> LoadOutcome:
+        if isinstance(outcome, Pool):
+            return LoadOutcome.LOADED
+        if isinstance(outcome, (ServerBusyError, InsufficientMemoryError)):
+            return LoadOutcome.NO_ROOM
+        return LoadOutcome.GIVEN_UP if self._given_up else LoadOutcome.FAILED
 
     async def _load_with_room(self, nursery: trio.Nursery, config: ModelConfig, make_room: MakeRoom) -> Pool:
         file = await inspect(self._engine, config)

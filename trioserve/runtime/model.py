@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import trio
@@ -19,6 +19,7 @@ from trioserve.runtime.cores import Cores
 from trioserve.runtime.gate import Gate
 from trioserve.runtime.lease import Lease
 from trioserve.runtime.loader import Loader, LoadProgress, inspect
+from trioserve.runtime.observer import LoadOutcome, Observer, UnloadReason, Unobserved
 from trioserve.runtime.pool import Pool, memory_needed, same_pool, tried_out
 from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
@@ -79,7 +80,8 @@ class House:
         residency: makes room before loads.
         max_queued: requests that may wait for one model, where it sets no bound of its own.
         idle_unload: seconds after which an unused model is unloaded, where it sets none; 0 is never.
-        progress: told of loads.
+        progress: told of loads, while they go on.
+        observer: told of loads and unloads, when they have happened.
     """
 
     engine: Engine
@@ -89,6 +91,7 @@ class House:
     max_queued: int
     idle_unload: float = 0
     progress: LoadProgress | None = None
+    observer: Observer = field(default_factory=Unobserved)
 
 
 class Model:
@@ -216,16 +219,17 @@ class Model:
             finally:
                 self._gate.release(ticket)
 
-    async def unload(self, wait: float | None = None) -> None:
+    async def unload(self, wait: float | None = None, reason: UnloadReason = UnloadReason.REQUEST) -> None:
         """Let earlier work finish, then free the pool. Without effect on an unloaded model.
 
         Arguments:
             wait: seconds that the caller may wait for its turn.
+            reason: for the observer.
 
         Raises:
             ServerBusyError: no turn within that time.
         """
-        await self.finish_unload(self.begin_unload(wait))
+        await self.finish_unload(self.begin_unload(wait), reason)
 
     def begin_unload(self, wait: float | None = None) -> Ticket:
         """Raise the barrier of an unload, at once: who comes later waits behind it.
@@ -244,21 +248,21 @@ class Model:
         """Take the barrier down again, before ``finish_unload``."""
         self._gate.withdraw(ticket)
 
-    async def finish_unload(self, ticket: Ticket) -> None:
+    async def finish_unload(self, ticket: Ticket, reason: UnloadReason = UnloadReason.REQUEST) -> None:
         """Wait for an unload's turn and carry it out; see ``unload``."""
         await self._gate.granted(ticket)
         try:
             await self._loader.settle()
             if self._loader.pool is not None:
-                await self._unload()
+                await self._unload(reason)
         finally:
             self._gate.release(ticket)
 
-    async def try_unload(self) -> bool:
+    async def try_unload(self, reason: UnloadReason = UnloadReason.ROOM) -> bool:
         """Unload if nobody holds or waits for anything, and say whether that was done. Never waits for others."""
         if self._loader.state is not ModelState.READY or not self._gate.idle:
             return False
-        await self.unload(wait=0)
+        await self.unload(wait=0, reason=reason)
         return True
 
     async def wait_unloaded(self) -> None:
@@ -274,7 +278,7 @@ class Model:
     async def close(self) -> None:
         """Unload for good; a load that is under way is given up. Nobody may ask for leases any more."""
         self._loader.give_up()
-        await self.unload()
+        await self.unload(reason=UnloadReason.SHUTDOWN)
 
     # -- status
 
@@ -344,6 +348,7 @@ class Model:
             self._adopt(config)
         else:
             self._loader.advance(ModelEvent.RECONFIGURE_STARTED)
+            self._house.observer.unloaded(self.id, UnloadReason.RECONFIGURATION)
             await self._loader.retire()
             # The point of no return: the old pool is gone.
             self._adopt(config)
@@ -365,8 +370,9 @@ class Model:
         self.config = config
         self._gate.resize(config.slots, self._max_queued(config))
 
-    async def _unload(self) -> None:
+    async def _unload(self, reason: UnloadReason) -> None:
         self._loader.advance(ModelEvent.UNLOAD_STARTED)
+        self._house.observer.unloaded(self.id, reason)
         self._unloaded = trio.Event()
         await self._loader.retire()
         self._loader.advance(ModelEvent.UNLOAD_FINISHED)
@@ -376,7 +382,8 @@ class Model:
     def _max_queued(self, config: ModelConfig) -> int:
         return self._house.max_queued if config.max_queued_requests is None else config.max_queued_requests
 
-    def _note_settled(self) -> None:
+    def _note_settled(self, outcome: LoadOutcome) -> None:
+        self._house.observer.loaded(self.id, outcome)
         self._house.residency.settled(self)
         self._note_use()
 
@@ -394,5 +401,5 @@ class Model:
             with trio.move_on_at(due):
                 await self._changed.wait()
                 continue
-            if await self.try_unload():
+            if await self.try_unload(UnloadReason.IDLE):
                 logger.info("model %s was unused for %g s", self.id, keep)

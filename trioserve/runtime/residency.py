@@ -11,7 +11,7 @@ from typing import Protocol
 import trio
 
 from trioserve.engine.base import Footprint
-from trioserve.errors import InsufficientMemoryError, ServerBusyError
+from trioserve.errors import BusyReason, InsufficientMemoryError, ServerBusyError
 from trioserve.runtime.memory import free_memory
 from trioserve.scheduling.residency import Resident, victims_for_count, victims_for_memory
 
@@ -152,7 +152,8 @@ class Residency:
         if by_count is None:
             raise ServerBusyError(
                 f"{newcomer.id} can't be loaded: {len(others)} models are loaded or loading and too few of them are "
-                f"idle (max_loaded_models is {self._max_loaded})"
+                f"idle (max_loaded_models is {self._max_loaded})",
+                BusyReason.LOADED_MODELS,
             )
         if not self._reserve:
             return by_count

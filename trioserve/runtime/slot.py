@@ -11,6 +11,7 @@ import trio
 
 from trioserve.engine.base import Session, StepEvent
 from trioserve.errors import EngineError
+from trioserve.origin import as_origin
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.job import Job
@@ -81,7 +82,7 @@ class Slot:
                 async for job, on_idle in self._receive:
                     # A session is free only when its thread has ended: nothing may cut the wait for it short. A job
                     # is ended by its own `cancel`, which the lease calls.
-                    with trio.CancelScope(shield=True):
+                    with trio.CancelScope(shield=True), as_origin(job.origin):
                         await self._work(job)
                     self._used_at = trio.current_time()
                     job.settle()

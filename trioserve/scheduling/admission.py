@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from trioserve.errors import ServerBusyError
+from trioserve.errors import BusyReason, ServerBusyError
 from trioserve.scheduling.statistics import AdmissionStatistics
 
 
@@ -196,13 +196,19 @@ class Admission:
     def _refuse_hopeless(self, newcomer: Ticket, now: float) -> None:
         """Raise where the newcomer's wait is known to be in vain."""
         if newcomer.wait == 0:
-            raise ServerBusyError("no slot is free and the request may not wait (busy_timeout_ms is 0)")
+            raise ServerBusyError(
+                "no slot is free and the request may not wait (busy_timeout_ms is 0)", BusyReason.NO_WAIT
+            )
         if newcomer.kind is Kind.REQUEST and self._queued_requests >= self._max_queued:
-            raise ServerBusyError(f"the queue is full: {self._max_queued} requests wait already (max_queued_requests)")
+            raise ServerBusyError(
+                f"the queue is full: {self._max_queued} requests wait already (max_queued_requests)",
+                BusyReason.QUEUE_FULL,
+            )
         if newcomer.wait is not None and self._overdue(newcomer.kind, newcomer.wait, now):
             raise ServerBusyError(
                 f"whatever stands in the way has been running for {newcomer.wait * 1000:.0f} ms or more, "
-                "as long as the request may wait (busy_timeout_ms)"
+                "as long as the request may wait (busy_timeout_ms)",
+                BusyReason.OVERDUE,
             )
 
     def _overdue(self, kind: Kind, wait: float, now: float) -> bool:

@@ -9,6 +9,7 @@ from trioserve.engine.base import Failed, Finished, FinishReason, Likelihood, St
 from trioserve.errors import EngineError
 from trioserve.runtime.job import Times
 from trioserve.service.events import Done, Failure, Part, TextDelta, Timings, Usage
+from trioserve.service.metrics import Histogram
 
 logger = logging.getLogger("trioserve.slot")
 
@@ -32,11 +33,24 @@ class Answer:
         self._slot = slot
         self._arrived = arrived
         self._likelihoods: list[Likelihood] = []  # of tokens whose text is held back
+        self._fresh = 0  # tokens since the last measurement of their gaps
+        self._measured: float | None = None  # up to when gaps were measured
+
+    @property
+    def times(self) -> Times:
+        """When what happened."""
+        return self._times
+
+    @property
+    def first_token_seconds(self) -> float:
+        """From the request's arrival to the first token, which has come."""
+        return (self._times.first or self._arrived) - self._arrived
 
     def take(self, event: StepEvent) -> list[Part]:
         """Return what an event of the sequence is to the client."""
         if isinstance(event, Token):
             self.completion_tokens += 1
+            self._fresh += 1
             if event.likelihood is not None:
                 self._likelihoods.append(event.likelihood)
             return self._text(event.text) if event.text else []
@@ -48,6 +62,19 @@ class Answer:
         if isinstance(event, Failed):
             return [Failure(failure(event), self.index)]
         raise failure(event)
+
+    def measure_gaps(self, gaps: Histogram) -> None:
+        """Observe how far the tokens were apart that came since the last time, in one go.
+
+        By the worker's clock: a client that reads slowly makes no gap, unless it is so slow that the worker pauses.
+        """
+        fresh, self._fresh = self._fresh, 0
+        if fresh and self._measured is None:
+            self._measured = self._times.first
+            fresh -= 1
+        if fresh and self._measured is not None and self._times.latest is not None:
+            gaps.observe((self._times.latest - self._measured) / fresh, fresh)
+            self._measured = self._times.latest
 
     def _text(self, text: str) -> list[Part]:
         likelihoods, self._likelihoods = tuple(self._likelihoods), []
@@ -61,7 +88,9 @@ class Answer:
         begun = self._times.begun or now
         first = self._times.first or now
         ended = self._times.ended or now
-        return Timings(self._slot, _ms(begun - self._arrived), _ms(first - begun), _ms(ended - first))
+        return Timings(
+            self._slot, milliseconds(begun - self._arrived), milliseconds(first - begun), milliseconds(ended - first)
+        )
 
 
 def failure(event: StepEvent) -> EngineError:
@@ -72,5 +101,6 @@ def failure(event: StepEvent) -> EngineError:
     return EngineError("inference failed")
 
 
-def _ms(seconds: float) -> float:
+def milliseconds(seconds: float) -> float:
+    """Seconds in milliseconds, to a tenth."""
     return round(1000 * seconds, 1)

@@ -34,6 +34,7 @@ class Generation:
         self._failed = len(self._refused)
         self.prompts = self._open + self._failed
         self._record = begun.record
+        self._metrics = begun.metrics
         self._error: TrioserveError | None = None
 
     @property
@@ -70,7 +71,13 @@ class Generation:
     async def _next(self) -> list[Part]:
         assert self._job is not None, "open answers have a job"
         events = await self._job.next_events() if self._error is None else ()
+        before = self._record.completion_tokens
         parts = [part for event in events for part in self._take(event)]
+        # What has piled up is counted in one go: this runs for every token of every stream.
+        if made := self._record.completion_tokens - before:
+            self._metrics.completion_tokens += made
+            for index in {event.sequence for event in events}:
+                self._answers[index].measure_gaps(self._metrics.token_gap)
         if not parts:
             self._check()
         return parts
@@ -81,7 +88,7 @@ class Generation:
 
     def _take(self, event: StepEvent) -> list[Part]:
         if isinstance(event, Token):
-            self._note_token()
+            self._note_token(event.sequence)
         parts = self._answers[event.sequence].take(event)
         if parts and isinstance(ending := parts[-1], (Done, Failure)):
             if isinstance(ending, Failure) and self._all_or_nothing:
@@ -90,22 +97,23 @@ class Generation:
             self._note_ending(ending)
         return parts
 
-    def _note_token(self) -> None:
+    def _note_token(self, index: int) -> None:
         if self._record.completion_tokens == 0:
             self._record.advance(RequestEvent.FIRST_TOKEN)
+            self._metrics.first_token.observe(self._answers[index].first_token_seconds)
         self._record.completion_tokens += 1
 
     def _note_ending(self, ending: Done | Failure) -> None:
         self._open -= 1
         self._failed += isinstance(ending, Failure)
+        if isinstance(ending, Done):
+            self._metrics.cached_tokens += ending.usage.cached_tokens
         fields = self._record.fields
         if self.prompts > 1:
             fields["prompts"], fields["failed_prompts"] = self.prompts, self._failed
         elif isinstance(ending, Done):
-            timings = ending.timings
             fields["finish_reason"] = ending.finish_reason.value
             fields["cached_tokens"] = ending.usage.cached_tokens
-            fields["prefill_ms"], fields["decode_ms"] = timings.prefill_ms, timings.decode_ms
         if self._open:
             return
         if isinstance(ending, Failure) and self._failed == self.prompts:

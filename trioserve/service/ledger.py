@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import trio
 
 from trioserve.errors import ServerBusyError, ShuttingDownError, TrioserveError
+from trioserve.origin import Origin, as_origin, current_origin
 from trioserve.scheduling.lifecycle import REQUEST, RequestEvent, RequestPhase, advance
+from trioserve.service.metrics import OUTCOMES, Metrics
 
 logger = logging.getLogger("trioserve.request")
-
-ENDS = (RequestPhase.FINISHED, RequestPhase.FAILED, RequestPhase.CANCELLED, RequestPhase.REJECTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,22 @@ class Record:
 
     Arguments:
         request_id: for the log.
-        model: id of its model.
+        model: id of its model, or of several.
+        label: id of the registered model that it counts for; empty where it is for none or for several.
         on_close: told once that the record is closed.
+
+    Attributes:
+        reason: why it was rejected, in a word.
+        cancelled_in: the phase in which it was cancelled.
     """
 
-    def __init__(self, request_id: str, model: str, on_close: Callable[[Record], None]) -> None:
+    def __init__(self, request_id: str, model: str, label: str, on_close: Callable[[Record], None]) -> None:
         self.request_id = request_id
         self.model = model
+        self.label = label
+        self.origin = current_origin()
+        self.reason = ""
+        self.cancelled_in: RequestPhase | None = None
         self.phase = RequestPhase.QUEUED
         self.fields: dict[str, object] = {}
         self.slot: int | None = None
@@ -56,12 +65,24 @@ class Record:
         self.entered = time.perf_counter()
         self._cut: Callable[[TrioserveError], None] | None = None
         self._abandon: Callable[[], None] | None = None
+        self._times: Callable[[], Mapping[str, object]] = dict
         self._closed = False
+        self._error: TrioserveError | None = None
+
+    @property
+    def age(self) -> float:
+        """Seconds since the request's entry."""
+        return time.perf_counter() - self.entered
 
     @property
     def age_ms(self) -> float:
         """Milliseconds since the request's entry."""
-        return round(1000 * (time.perf_counter() - self.entered), 1)
+        return round(1000 * self.age, 1)
+
+    @property
+    def route(self) -> str:
+        """By which it came; empty where by none."""
+        return "" if self.origin is None else self.origin.route
 
     def advance(self, event: RequestEvent) -> None:
         """Move to the next phase."""
@@ -75,18 +96,26 @@ class Record:
         """Say how to free what the request holds when even an error can't be delivered."""
         self._abandon = abandon
 
+    def timed_by(self, times: Callable[[], Mapping[str, object]]) -> None:
+        """Say who knows, at the end, where the time of a running generation went: fields for the log."""
+        self._times = times
+
     def fail(self, error: TrioserveError) -> None:
         """Note how the request ended, by its error."""
-        if self.phase in ENDS:
+        if self.phase in OUTCOMES:
             return
+        self._error = error
+        self.fields["error"] = error.code
+        if error.status >= 500:
+            # What a client did wrong may be told in its own words, which don't belong in the log.
+            self.fields["detail"] = error.message
         if isinstance(error, ServerBusyError) or error.status < 500:
+            self.reason = error.reason
             self.advance(RequestEvent.REJECTED)
         elif isinstance(error, ShuttingDownError):
-            self.advance(RequestEvent.CANCELLED)
+            self._cancel()
         else:
             self.advance(RequestEvent.FAILED)
-        # What a client did wrong may be told in its own words, which don't belong in the log.
-        self.fields["error"] = error.message if error.status >= 500 else error.code
 
     def cut(self, error: TrioserveError) -> None:
         """End the request with an error."""
@@ -106,33 +135,64 @@ class Record:
         if self._closed:
             return
         self._closed = True
-        if self.phase not in ENDS:
-            self.fields["cancelled_in"] = self.phase.value
-            self.advance(RequestEvent.CANCELLED)
-        self._log()
+        if self.phase not in OUTCOMES:
+            self._cancel()
+        # A drain may close what its own task is not able to.
+        with as_origin(self.origin):
+            self._log()
         self._on_close(self)
 
+    def _status(self) -> int | None:
+        """Of the response, where there is one or will be: operations end before theirs begins."""
+        if self.origin is None:
+            return None
+        if self.origin.status is not None:
+            return self.origin.status
+        if self._error is not None:
+            return self._error.status
+        return 200 if self.phase is RequestPhase.FINISHED else None
+
+    def _cancel(self) -> None:
+        self.cancelled_in = self.phase
+        self.fields["cancelled_in"] = self.phase.value
+        self.advance(RequestEvent.CANCELLED)
+
     def _log(self) -> None:
-        known = {"slot": self.slot, "prompt_tokens": self.prompt_tokens}
-        counts = {name: value for name, value in known.items() if value is not None}
-        if self.prompt_tokens is not None:
-            counts["completion_tokens"] = self.completion_tokens
-        fields = {"request_id": self.request_id, "model": self.model, **counts, **self.fields, "total_ms": self.age_ms}
+        known = {
+            "request_id": self.request_id,
+            "route": self.route or None,
+            "status": self._status(),
+            "model": self.model,
+            "slot": self.slot,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": None if self.prompt_tokens is None else self.completion_tokens,
+            **self.fields,
+            **self._times(),
+            "total_ms": self.age_ms,
+        }
+        fields = {name: value for name, value in known.items() if value is not None}
         logger.info("request %s", self.phase.value, extra={"fields": fields})
 
 
 class Ledger:
-    """All requests of the process."""
+    """All requests of the process.
 
-    def __init__(self) -> None:
+    Arguments:
+        metrics: changed in one step with the book.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._open: set[Record] = set()
-        self._ended: Counter[RequestPhase] = Counter()
         self._idle = trio.Event()
         self._idle.set()
 
-    def open(self, request_id: str, model: str) -> Record:
-        """Enter a request."""
-        record = Record(request_id, model, self._close)
+    def open(self, request_id: str, model: str, label: str) -> Record:
+        """Enter a request; see ``Record`` for the arguments."""
+        record = Record(request_id, model, label, self._close)
+        if record.origin is not None:
+            record.origin.counted = True
+        self._metrics.accepted[record.route, label] += 1
         self._open.add(record)
         if self._idle.is_set():
             self._idle = trio.Event()
@@ -142,18 +202,39 @@ class Ledger:
         """Return the requests that are under way."""
         return list(self._open)
 
-    def turn_away(self) -> None:
-        """Count a newcomer that was rejected without a record."""
-        self._ended[RequestPhase.REJECTED] += 1
+    def active(self) -> Counter[tuple[str, str]]:
+        """Return how many requests are under way, by route and model."""
+        return Counter((record.route, record.label) for record in self._open)
+
+    def note_error(self, error: TrioserveError) -> None:
+        """Count the error that a call ends with, unless it is in the book already.
+
+        A call that came no further than an error is counted once, whoever notices it. One that has a record failed,
+        also where that error was foreseen by nobody.
+        """
+        foreseen = isinstance(error, (ServerBusyError, ShuttingDownError)) or error.status < 500
+        route = model = ""
+        if (origin := current_origin()) is not None:
+            if origin.counted:
+                if not foreseen:
+                    self._fail(origin, error)
+                return
+            origin.counted = True
+            route, model = origin.route, origin.model
+        outcome = RequestPhase.REJECTED if foreseen else RequestPhase.FAILED
+        self._metrics.accepted[route, model] += 1
+        self._metrics.ended[route, model, outcome] += 1
+        if foreseen:
+            self._metrics.rejects[error.reason] += 1
 
     def tally(self) -> Tally:
         """Return one consistent moment."""
         return Tally(
             active=len(self._open),
-            finished=self._ended[RequestPhase.FINISHED],
-            failed=self._ended[RequestPhase.FAILED],
-            cancelled=self._ended[RequestPhase.CANCELLED],
-            rejected=self._ended[RequestPhase.REJECTED],
+            finished=self._metrics.outcomes(RequestPhase.FINISHED),
+            failed=self._metrics.outcomes(RequestPhase.FAILED),
+            cancelled=self._metrics.outcomes(RequestPhase.CANCELLED),
+            rejected=self._metrics.outcomes(RequestPhase.REJECTED),
         )
 
     @property
@@ -177,6 +258,21 @@ class Ledger:
 
     def _close(self, record: Record) -> None:
         self._open.remove(record)
-        self._ended[record.phase] += 1
+        self._count_end(record)
         if not self._open:
             self._idle.set()
+
+    def _fail(self, origin: Origin, error: TrioserveError) -> None:
+        for record in self._open:
+            if record.origin is origin:
+                record.fail(error)
+
+    def _count_end(self, record: Record) -> None:
+        metrics = self._metrics
+        metrics.ended[record.route, record.label, record.phase] += 1
+        if record.phase is RequestPhase.REJECTED:
+            metrics.rejects[record.reason] += 1
+        elif record.cancelled_in is not None:
+            metrics.cancels[record.cancelled_in] += 1
+        elif record.phase is RequestPhase.FINISHED and record.slot is not None:
+            metrics.of(record.label).duration.observe(record.age)

@@ -21,6 +21,7 @@ from trioserve.errors import (
     ShuttingDownError,
     TrioserveError,
 )
+from trioserve.origin import as_origin, current_origin
 from trioserve.runtime.loader import inspect
 from trioserve.runtime.model import House, Model, ModelStatus
 from trioserve.runtime.registry import Registry
@@ -81,7 +82,7 @@ class Management:
         """
         self._check_accepting()
         known, config = self._meant(settings)
-        async with self._entered("load", config.id):
+        async with self._entered("load", config.id, label=known.id if known else ""):
             model = known or await self._register(config)
             # What is left out is as it is in the model's turn: others may change it until then.
             await model.reconfigure(partial(self._merged, settings), self._wait(model, config.busy_timeout_ms))
@@ -98,7 +99,7 @@ class Management:
         model = self._registry.get(model_id)
         if model is None:
             raise ModelNotFoundError(f"the model {model_id[:100]!r} does not exist", param="id")
-        async with self._entered("unload", model.id):
+        async with self._entered("unload", model.id, label=model.id):
             await model.unload(self._wait(model, busy_timeout_ms))
             return model.status()
 
@@ -157,16 +158,23 @@ class Management:
             raise unforeseen[0]
         if refused:
             names = ", ".join(model.id for model in models if model.id in refused)
-            raise ServerBusyError(f"not unloaded: {names}: {next(iter(refused.values())).message}")
+            first = next(iter(refused.values()))
+            raise ServerBusyError(f"not unloaded: {names}: {first.message}", first.busy)
 
     @contextlib.asynccontextmanager
-    async def _entered(self, operation: str, model_id: str) -> AsyncIterator[None]:
+    async def _entered(self, operation: str, model_id: str, label: str = "") -> AsyncIterator[None]:
         """Have an operation in the book for the length of the block.
+
+        Arguments:
+            operation: its name.
+            model_id: of its model, or several ids.
+            label: id of the one model that it counts for, where that is registered.
 
         Raises:
             ShuttingDownError: it was cut off.
         """
-        record = self._ledger.open("-", model_id)
+        origin = current_origin()
+        record = self._ledger.open("-" if origin is None else origin.request_id, model_id, label)
         record.fields["operation"] = operation
         try:
             with record.scope:
@@ -204,7 +212,8 @@ class Management:
             return other
         model = Model(config, self._house)
         self._registry.add(model)
-        self._nursery.start_soon(model.run)  # whoever finds the model before it runs waits for that
+        with as_origin(None):  # it outlives the call
+            self._nursery.start_soon(model.run)  # whoever finds the model before it runs waits for that
         logger.info("model %s is registered", model.id, extra={"fields": {"path": str(config.path)}})
         return model
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import trio
 
 from trioserve.config import Config
 from trioserve.engine.base import Engine
 from trioserve.errors import EngineError, ShuttingDownError, TrioserveError
+from trioserve.origin import current_origin
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.lease import Lease
 from trioserve.runtime.loader import LoadProgress
@@ -22,11 +25,12 @@ from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.admission import effective_wait
 from trioserve.scheduling.lifecycle import PROCESS, ProcessEvent, ProcessPhase, RequestEvent, advance
 from trioserve.scheduling.statistics import DrainReport
-from trioserve.service.begun import Begun
+from trioserve.service.begun import Begun, known_times
 from trioserve.service.embed import Embedding
 from trioserve.service.generate import Generation
 from trioserve.service.ledger import Ledger, Record, Tally
 from trioserve.service.manage import Management
+from trioserve.service.metrics import Metrics
 from trioserve.service.prepare import Prepared, Preparer, check_task
 from trioserve.service.requests import BatchRequest, EmbeddingRequest, GenerationRequest, Request, describe
 from trioserve.service.status import SlotStatus, slot_statuses
@@ -45,18 +49,22 @@ class Service:
         house: shared by its models.
         registry: of models.
         nursery: where the models live.
+        metrics: what is counted here; its models count there too.
 
     Attributes:
         management: loads, reconfigures and unloads models.
     """
 
-    def __init__(self, config: Config, house: House, registry: Registry, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, config: Config, house: House, registry: Registry, nursery: trio.Nursery, metrics: Metrics
+    ) -> None:
         self.config = config
         self.registry = registry
+        self.metrics = metrics
         # Models that are registered later neither load by themselves nor make the server unready.
         self._at_start = [model for model in registry if not model.config.lazy]
         self._phase = ProcessPhase.SERVING
-        self._ledger = Ledger()
+        self._ledger = Ledger(metrics)
         self.management = Management(config, registry, house, nursery, self._ledger, self.check_accepting)
         self._preparer = Preparer()
         self._hurry = trio.Event()
@@ -85,6 +93,18 @@ class Service:
         """Return the counts of requests since the start."""
         return self._ledger.tally()
 
+    def active(self) -> Counter[tuple[str, str]]:
+        """Return how many requests are under way at this moment, by route and model."""
+        return self._ledger.active()
+
+    def note_error(self, error: TrioserveError) -> None:
+        """Count the error that a call ends with, unless it is in the book already."""
+        self._ledger.note_error(error)
+
+    def response_begun(self, route: str, status: int) -> None:
+        """Count a response of HTTP."""
+        self.metrics.responses[route, status] += 1
+
     def check_accepting(self) -> None:
         """Turn newcomers away while the server drains.
 
@@ -92,8 +112,9 @@ class Service:
             ShuttingDownError: it drains.
         """
         if self._phase is not ProcessPhase.SERVING:
-            self._ledger.turn_away()
-            raise ShuttingDownError("the server is shutting down and takes no new requests")
+            error = ShuttingDownError("the server is shutting down and takes no new requests")
+            self._ledger.note_error(error)
+            raise error
 
     async def start(self, request: GenerationRequest | BatchRequest, resources: ExitStack) -> Generation:
         """Admit a request and let a slot begin to answer it.
@@ -202,9 +223,11 @@ class Service:
         """Prepare and enter a request, get it a slot, and let that begin; see ``start``."""
         self.check_accepting()
         model = self.registry.find(request.model)
+        if (origin := current_origin()) is not None:
+            origin.model = model.id
         prepared = await self._prepare_early(model, request)
         self.check_accepting()  # once more: a drain that has begun meanwhile does not know of this request
-        record = self._ledger.open(request.request_id, model.id)
+        record = self._ledger.open(request.request_id, model.id, model.id)
         resources.callback(record.close)
         record.on_abandon(resources.close)
         try:
@@ -230,7 +253,7 @@ class Service:
         resources: ExitStack,
     ) -> Begun:
         if prepared is not None and not prepared.sequences:
-            return _refuse_all(model, prepared, record)
+            return self._refuse_all(model, prepared, record)
         config = model.config
         lease = await model.admit(
             effective_wait(self.config.busy_timeout_ms, config.busy_timeout_ms, request.busy_timeout_ms),
@@ -242,20 +265,29 @@ class Service:
         record.advance(RequestEvent.ADMITTED)
         record.slot = lease.slot
         record.fields["queue_ms"] = record.age_ms
+        metrics = self.metrics.of(model.id)
+        metrics.queue_wait.observe(record.age)
         pool = await lease.ready()
         if prepared is None or prepared.pool is not pool:
             # What was queued sees the configuration that it is admitted to.
             prepared = await self._preparer.prepare(pool, request)
         await trio.lowlevel.checkpoint_if_cancelled()  # the same, for the preparation; from here on its job is told
         if not prepared.sequences:
-            return _refuse_all(model, prepared, record)
+            return self._refuse_all(model, prepared, record)
         job = lease.start(pool, *prepared.sequences.values())
         record.advance(RequestEvent.STARTED)
         record.on_cut(lease.fail)
+        record.timed_by(partial(known_times, job.times))
         record.prompt_tokens = sum(len(sequence.prompt) for sequence in prepared.sequences.values())
+        metrics.prompt_tokens += record.prompt_tokens
         if self.config.log_prompts:
             record.fields["prompt"] = describe(request)
-        return Begun(model.id, record, prepared, job)
+        return Begun(model.id, record, prepared, job, metrics)
+
+    def _refuse_all(self, model: Model, prepared: Prepared, record: Record) -> Begun:
+        """A batch of which nothing can be honoured: each item gets its error, and no slot works."""
+        record.fail(prepared.refused[0].error)
+        return Begun(model.id, record, prepared, None, self.metrics.of(model.id))
 
     async def _wait_for_requests(self, seconds: float) -> None:
         """Return when no request is under way, the time is over, or somebody is in a hurry."""
@@ -277,12 +309,6 @@ class Service:
         self._ledger.abandon()
 
 
-def _refuse_all(model: Model, prepared: Prepared, record: Record) -> Begun:
-    """A batch of which nothing can be honoured: each item gets its error, and no slot works."""
-    record.fail(prepared.refused[0].error)
-    return Begun(model.id, record, prepared, job=None)
-
-
 @contextlib.asynccontextmanager
 async def open_service(
     config: Config, *, engine: Engine | None = None, progress: LoadProgress | None = None
@@ -301,7 +327,7 @@ async def open_service(
         from trioserve.engine.llama import LlamaEngine  # heavy: not before it is needed
 
         engine = LlamaEngine()
-    registry = Registry()
+    registry, metrics = Registry(), Metrics()
     house = House(
         engine,
         WeightsCache(engine),
@@ -315,13 +341,14 @@ async def open_service(
         max_queued=config.max_queued_requests,
         idle_unload=config.idle_unload_ms / 1000,
         progress=progress,
+        observer=metrics,
     )
     async with trio.open_nursery() as nursery:
         for entry in config.models:
             model = Model(entry, house)
             registry.add(model)
             await nursery.start(model.run)
-        service = Service(config, house, registry, nursery)
+        service = Service(config, house, registry, nursery, metrics)
         await nursery.start(service.load_at_start)
         try:
             yield service
