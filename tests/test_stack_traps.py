@@ -253,20 +253,6 @@ async def test_a_client_of_http_2_that_leaves_the_end_of_its_answer_frees_its_sl
             await server.free()
 
 
-async def test_a_send_that_meets_the_end_of_the_connection_finds_it_broken():
-    """Hypercorn ends connections beside its sends, which Trio takes for a mistake in the program."""
-    inner, theirs = await stalled_pair()
-    with theirs:
-        stream = BoundedStream(inner, SendLimits(SAFETY))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stream.send_all, bytes(10_000_000))
-            await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(trio.BrokenResourceError):
-                await stream.send_all(b"x")
-            nursery.cancel_scope.cancel()
-        await trio.aclose_forcefully(inner)
-
-
 async def stalled_pair():
     """A stream into a socket that nobody reads and whose buffers are small, and that socket."""
     ours, theirs = socket.socketpair()

@@ -6,7 +6,7 @@ from quart_trio import QuartTrio
 
 from trioserve.http import error_handlers
 from trioserve.http.guard import Guard
-from trioserve.http.routes import chat, completions, health, management, models, tasks
+from trioserve.http.routes import chat, completions, health, management, models, openapi, tasks
 from trioserve.service import Service
 
 BODY_TIMEOUT_SECONDS = 60
@@ -25,6 +25,6 @@ def create_app(service: Service) -> Guard:
     app.config["RESPONSE_TIMEOUT"] = None
     app.url_map.strict_slashes = app.url_map.merge_slashes = False  # both would answer with redirects
     error_handlers.register(app, service.config.max_request_body_bytes)
-    for routes in (chat, completions, tasks, models, management, health):
+    for routes in (chat, completions, tasks, models, management, health, openapi):
         routes.register(app, service)
     return Guard(app, service)

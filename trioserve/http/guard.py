@@ -25,7 +25,7 @@ logger = logging.getLogger("trioserve.http")
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
-_STATUS_ROUTES = ("/health", "/v1/models", "/v1/slots")
+_STATUS_ROUTES = ("/health", "/v1/models", "/v1/slots", "/openapi.json")
 
 
 def _asks_for_status(scope: Message) -> bool:
