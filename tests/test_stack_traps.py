@@ -5,6 +5,7 @@ The tests are named after the traps. A new version of a dependency that changes 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -13,6 +14,7 @@ import socket
 import sys
 import types
 
+import h2.settings
 import pytest
 import trio
 import trio.testing
@@ -80,6 +82,48 @@ async def test_the_keep_alive_timeout_does_not_fire_in_a_request():
         await trio.sleep(0.1)
         engine.step_gate.open()
         assert (await client.reply()).text == expected()
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+HALF_A_HEAD = bytes((0, 0, 1, 1, 0, 0, 0, 0, 1)) + b"\x82"  # HEADERS without END_HEADERS: more is to come
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b"",
+        b"\r\n",
+        b"POST /v1/compl",
+        b"GET /health HTTP/1.1\r\nhost: a\r\n",
+        PREFACE[:20],
+        PREFACE,
+        PREFACE + EMPTY_SETTINGS,
+        PREFACE + EMPTY_SETTINGS + HALF_A_HEAD,
+    ],
+    ids=["nothing", "blank", "line", "headers", "half a preface", "preface", "settings", "half a head"],
+)
+async def test_a_head_that_never_ends_does_not_hold_its_connection(beginning):
+    """Hypercorn stops its timer for idle connections at a preface of HTTP/2, and starts it after a first answer."""
+    async with running(keep_alive_timeout_ms=200) as server, await server.connect() as client:
+        await client.stream.send_all(beginning)
+        await client.eof()
+        assert (await server.call("/health")).status == 200
+
+
+async def test_a_head_that_drips_is_cut_off_and_others_are_served():
+    async with running(keep_alive_timeout_ms=200) as server, await server.connect() as client:
+        await client.stream.send_all(b"GET /health HTTP/1.1\r\n")
+        with trio.fail_after(SAFETY), contextlib.suppress(trio.BrokenResourceError):
+            while True:
+                await client.stream.send_all(b"x: y\r\n")
+                assert (await server.call("/health")).status == 200
+
+
+async def test_an_http_2_connection_lives_on_between_requests():
+    async with running(keep_alive_timeout_ms=600_000) as server, await H2Client.open(server.port) as client:
+        for _ in range(2):
+            assert (await client.reply(await client.send("/health"))).status == 200
 
 
 async def test_idle_connections_do_not_delay_the_shutdown(monkeypatch):
@@ -183,6 +227,30 @@ async def test_an_early_answer_on_http_2_does_not_fail_the_connections_other_str
         assert_error(await client.reply(early), status, "invalid_request_error")
         engine.step_gate.open()
         assert (await client.reply(work)).text == expected()
+
+
+@pytest.mark.parametrize("leave", ["closes", "breaks the protocol", "is cut off"])
+@STREAM
+async def test_a_client_of_http_2_that_leaves_the_end_of_its_answer_frees_its_slot(leave, stream):
+    """Hypercorn lets the end of an answer wait for a window that nobody will open any more."""
+    async with (
+        running(send_timeout_ms=40_000, drain_timeout_ms=100) as server,
+        await H2Client.open(server.port) as client,
+    ):
+        client.http.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        number = await client.send(COMPLETIONS, completion(stream=stream))
+        while number not in client.replies:
+            await client.pump()
+        await until(lambda: server.status().active_slots == 1 and server.calls == 1)
+        if leave == "closes":
+            await trio.aclose_forcefully(client.stream)
+        elif leave == "breaks the protocol":
+            await client.stream.send_all(bytes(9))
+        else:
+            server.stop.set()
+        with trio.fail_after(10):
+            await until(lambda: server.calls == 0)
+            await server.free()
 
 
 async def stalled_pair():

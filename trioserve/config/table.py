@@ -279,7 +279,8 @@ class Config(BaseModel):
         json_schema_extra={"default_text": "no TLS"},
     )
     keep_alive_timeout_ms: Milliseconds = Field(
-        default=75_000, description="How long an idle HTTP connection is kept open, in milliseconds."
+        default=75_000,
+        description="How long an HTTP connection is kept open while it waits for a request's head, in milliseconds.",
     )
     sse_ping_interval_ms: Milliseconds = Field(
         default=15_000,

@@ -29,7 +29,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 NameRoute = Callable[[str, str], str]
 """Names the route of a request by its method and path."""
 
-_STATUS_ROUTES = ("/health", "/v1/models", "/v1/slots", "/metrics")
+_STATUS_ROUTES = ("/health", "/v1/models", "/v1/slots", "/metrics", "/openapi.json")
 
 
 def _asks_for_status(scope: Message) -> bool:

@@ -19,6 +19,7 @@ import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config as HypercornConfig
 from hypercorn.events import Closed, RawData
+from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
@@ -113,7 +114,7 @@ class BoundedStream(trio.abc.HalfCloseableStream):
 
 
 class Connection(TCPServer):
-    """Hypercorn's connection, held to two things: it ends with its client, and it fails alone."""
+    """Hypercorn's connection, made to end with its client, to fail alone, and to wait for no head for ever."""
 
     async def run(self) -> None:
         """Serve until the connection ends."""
@@ -128,13 +129,37 @@ class Connection(TCPServer):
         # Hypercorn reads nothing while bytes of a next request wait for the end of this one, and would not see that the
         # client has left meanwhile. So somebody else reads, a little ahead.
         ahead, data = trio.open_memory_channel[bytes](READ_AHEAD)
-        async with trio.open_nursery() as nursery, data:
-            nursery.start_soon(self._read_ahead, ahead, nursery.cancel_scope)
-            async for received in data:
-                await self.protocol.handle(RawData(received))
-        await self.protocol.handle(Closed())
+        try:
+            async with trio.open_nursery() as nursery, data:
+                nursery.start_soon(self._read_ahead, ahead, nursery.cancel_scope)
+                async for received in data:
+                    before = self.protocol.protocol
+                    await self.protocol.handle(RawData(received))
+                    if self.protocol.protocol is not before:
+                        await self._await_first_request()
+            await self.protocol.handle(Closed())
+        finally:
+            await self._give_up_sends()
         # The client has gone; the timer for an idle connection would hold the socket until it fires.
         await self.idle_task.stop()
+
+    async def _await_first_request(self) -> None:
+        """Bound the wait on a connection that has just turned to HTTP/2, as on any other.
+
+        Hypercorn takes the preface for a request and stops its timer for idle connections; without one the timer would
+        start only after a first answer, and a client that asks nothing could stay for ever.
+        """
+        if isinstance(self.protocol.protocol, H2Protocol) and self.protocol.protocol.idle:
+            await self.idle_task.restart(self._task_group, self._idle_timeout)
+
+    async def _give_up_sends(self) -> None:
+        """Let those go who wait for a client of HTTP/2 to take the end of their answer: it has left.
+
+        Hypercorn lets them wait, and the last message is shielded: request and slot would stay until the send timeout.
+        """
+        if isinstance(self.protocol.protocol, H2Protocol):
+            for buffer in self.protocol.protocol.stream_buffers.values():
+                await buffer.close()
 
     async def _read_ahead(self, ahead: trio.MemorySendChannel[bytes], handling: trio.CancelScope) -> None:
         """Read until the client has left; then what it sent is handled within a moment, or has lost its purpose."""

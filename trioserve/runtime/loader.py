@@ -76,7 +76,7 @@ async def inspect(engine: Engine, config: ModelConfig) -> ModelFile:
     try:
         return await trio.to_thread.run_sync(engine.inspect, config.path)
     except LoadFailure as error:
-        raise InvalidModelError(f"model file {str(config.path)!r} can't be used: {error}", param="path") from None
+        raise InvalidModelError(f"model file {str(config.path)[:300]!r} can't be used: {error}", param="path") from None
 
 
 class Loader:

@@ -232,7 +232,7 @@ class Management:
         if real is not None and (below or real in set(map(_resolved, registered))):
             return real
         raise InvalidRequestError(
-            f"path: {str(path)!r} is not below a folder that requests may load from (model_roots)", param="path"
+            f"path: {str(path)[:300]!r} is not below a folder that requests may load from (model_roots)", param="path"
         )
 
     def _wait(self, model: Model, busy_timeout_ms: int | None) -> float | None:

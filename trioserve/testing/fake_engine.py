@@ -170,7 +170,9 @@ class _Answer:
     def __init__(self, number: int, request: SequenceRequest, n_ctx: int, limit: int | None) -> None:
         self.ended = False
         self._number = number
-        self._text = fake_answer(bytes(request.prompt), min(request.max_tokens, n_ctx - len(request.prompt)))
+        self._text = fake_answer(
+            bytes(token % 256 for token in request.prompt), min(request.max_tokens, n_ctx - len(request.prompt))
+        )
         self._limit = limit
         self._given = 0
         self._assembler = TextAssembler(request.stops)

@@ -8,14 +8,18 @@ from functools import wraps
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from trioserve.errors import ManagementDisabledError
+from trioserve.errors import ManagementDisabledError, ModelNotFoundError
 from trioserve.http import render
 from trioserve.http.body import read_as
-from trioserve.http.schemas.management import UnloadAllRequest, UnloadModelsRequest, UnloadRequest
+from trioserve.http.operation import LOADS, NEEDS_A_TURN, Operation
+from trioserve.http.schemas.management import LoadRequest, UnloadAllRequest, UnloadModelsRequest, UnloadRequest
+from trioserve.http.schemas.responses import ModelState, SomeUnloaded, Unloaded
 from trioserve.runtime.model import ModelStatus
 from trioserve.service import Service
 
 Handler = Callable[[], Awaitable[Response]]
+
+_ERRORS = (ManagementDisabledError, *NEEDS_A_TURN)
 
 
 def register(app: QuartTrio, service: Service) -> None:
@@ -31,17 +35,30 @@ def register(app: QuartTrio, service: Service) -> None:
         return guarded
 
     @app.post("/v1/models/load")
+    @Operation(
+        "Register a model and load it, or reconfigure one",
+        body=LoadRequest,
+        answers={200: ModelState},
+        errors=(*_ERRORS, *LOADS),
+    )
     @managed
     async def load() -> Response:
         return _state(await service.management.load(await read_as(request, dict)))
 
     @app.post("/v1/models/unload")
+    @Operation(
+        "Unload a model",
+        body=UnloadRequest,
+        answers={200: ModelState},
+        errors=(*_ERRORS, ModelNotFoundError),
+    )
     @managed
     async def unload() -> Response:
         body = await read_as(request, UnloadRequest.parse)
         return _state(await service.management.unload(body.id, body.busy_timeout_ms))
 
     @app.post("/v1/tasks/unload_models")
+    @Operation("Unload several models", body=UnloadModelsRequest, answers={200: SomeUnloaded}, errors=_ERRORS)
     @managed
     async def unload_models() -> Response:
         body = await read_as(request, UnloadModelsRequest.parse)
@@ -49,6 +66,7 @@ def register(app: QuartTrio, service: Service) -> None:
         return render.response({"unloaded": result.unloaded, "not_found": result.not_found})
 
     @app.post("/v1/tasks/unload_all_models")
+    @Operation("Unload all models", body=UnloadAllRequest, body_optional=True, answers={200: Unloaded}, errors=_ERRORS)
     @managed
     async def unload_all_models() -> Response:
         body = await read_as(request, UnloadAllRequest.parse, optional=True)

@@ -7,20 +7,25 @@ from collections.abc import Mapping
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from trioserve.errors import InvalidRequestError
+from trioserve.errors import ChatTemplateError, InvalidRequestError
 from trioserve.http import render, tasks
 from trioserve.http.body import read_as
 from trioserve.http.completion import collect, stream_response
 from trioserve.http.exchange import Exchange
+from trioserve.http.operation import GENERATES, Operation
 from trioserve.http.requests import generation_request
-from trioserve.http.schemas.tasks import BatchTaskRequest, parse_item, parse_task
+from trioserve.http.schemas.responses import BatchEvent, Task, TaskEvent
+from trioserve.http.schemas.tasks import BatchTaskRequest, TaskBody, parse_item, parse_task
 from trioserve.service import BatchRequest, GenerationRequest, Service
+
+_ERRORS = (ChatTemplateError, *GENERATES)
 
 
 def register(app: QuartTrio, service: Service) -> None:
     """Add the routes."""
 
     @app.post("/v1/tasks/run")
+    @Operation("One answer, and how it was made", body=TaskBody, answers={200: Task}, errors=_ERRORS)
     async def run() -> Response:
         body, exchange = await read_as(request, parse_task), Exchange.of(request.scope)
         generation = await service.start(generation_request(body, exchange.request_id), exchange.resources)
@@ -28,12 +33,26 @@ def register(app: QuartTrio, service: Service) -> None:
         return render.response({**tasks.envelope(generation), "object": "task", **tasks.result(parts, done)})
 
     @app.post("/v1/tasks/stream")
+    @Operation(
+        "One answer as it grows, and how it was made",
+        body=TaskBody,
+        events=TaskEvent,
+        named_events=True,
+        errors=_ERRORS,
+    )
     async def stream() -> Response:
         body, exchange = await read_as(request, parse_task), Exchange.of(request.scope)
         generation = await service.start(generation_request(body, exchange.request_id), exchange.resources)
         return stream_response(service.config, tasks.TaskStream(generation), ending=b"")
 
     @app.post("/v1/tasks/batch")
+    @Operation(
+        "Answers to many requests, decoded together",
+        body=BatchTaskRequest,
+        events=BatchEvent,
+        named_events=True,
+        errors=_ERRORS,
+    )
     async def batch() -> Response:
         exchange = Exchange.of(request.scope)
 

@@ -7,18 +7,30 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails
 
 from trioserve.engine.base import Constraint
 from trioserve.errors import InvalidRequestError
-from trioserve.http.schemas.constraints import NAMES, parse_constraint
+from trioserve.http.schemas.constraints import JSON_SCHEMA, NAMES, RESPONSE_FORMAT, SOURCE, parse_constraint
 
 INT64 = 2**63
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIASES = 4096
 MAX_STOPS = 16
+TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+"""Token ids as a JSON Schema."""
 MAX_STOP_CHARACTERS = 4096
 
 
@@ -75,6 +87,28 @@ def _bias(pair: object) -> tuple[int, float]:
 Text = Annotated[str, AfterValidator(encodable)]
 Breaker = Annotated[Text, Field(min_length=1, max_length=64)]
 Bias = tuple[int, Annotated[float, Field(allow_inf_nan=True)]]
+
+_BIAS_VALUE = {"anyOf": [{"type": "number", "minimum": -100, "maximum": 100}, {"const": False}]}
+_BIAS_PAIR = {
+    "type": "array",
+    "prefixItems": [{"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}, _BIAS_VALUE],
+    "minItems": 2,
+    "maxItems": 2,
+}
+_BIASES = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": _BIAS_VALUE,
+            "maxProperties": MAX_BIASES,
+        },
+        {"type": "array", "items": _BIAS_PAIR, "maxItems": MAX_BIASES},
+        {"type": "null"},
+    ]
+}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]}
 
 
 class Schema(BaseModel):
@@ -141,21 +175,29 @@ class GenerationFields(Schema):
     dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=64)] | None = Field(
         None, description="Strings at which a repetition ends."
     )
-    logit_bias: Annotated[tuple[Bias, ...] | None, BeforeValidator(_biases)] = Field(
+    logit_bias: Annotated[tuple[Bias, ...] | None, BeforeValidator(_biases), WithJsonSchema(_BIASES)] = Field(
         None,
         description="What is added to the logits of tokens, -100 to 100, by token id; false never takes the token.",
         json_schema_extra={"examples": [{"50256": -100}]},
     )
-    response_format: Any = Field(None, description="The form of the answer: text, json_object or json_schema.")
-    json_schema: Any = Field(None, description="A JSON Schema that the answer follows; llama-server's own form.")
-    regex: Any = Field(None, description="A regular expression that the whole answer matches.")
-    grammar: Any = Field(None, description="A grammar in GBNF, with a rule named root, that the answer follows.")
+    response_format: Annotated[Any, WithJsonSchema(RESPONSE_FORMAT)] = Field(
+        None, description="The form of the answer: text, json_object or json_schema."
+    )
+    json_schema: Annotated[Any, WithJsonSchema(JSON_SCHEMA)] = Field(
+        None, description="A JSON Schema that the answer follows; llama-server's own form."
+    )
+    regex: Annotated[Any, WithJsonSchema(SOURCE)] = Field(
+        None, description="A regular expression that the whole answer matches."
+    )
+    grammar: Annotated[Any, WithJsonSchema(SOURCE)] = Field(
+        None, description="A grammar in GBNF, with a rule named root, that the answer follows."
+    )
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="How many answers to give.")
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Accepted where it is the same as n.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty per earlier use in the answer.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty for any earlier use in the answer.")
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="Of the random numbers; -1 or none is a fresh one.")
-    stop: Annotated[list[Text] | None, BeforeValidator(_listed)] = Field(
+    stop: Annotated[list[Text] | None, BeforeValidator(_listed), WithJsonSchema(_STOPS)] = Field(
         None, description="One or several strings that end the answer and don't appear in it."
     )
     ignore_eos: bool | None = Field(None, description="Never end the answer at the model's own wish.")
@@ -189,6 +231,15 @@ class GenerationFields(Schema):
         given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
         return parse_constraint(given)
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe also the fields that are only taken where they ask for nothing."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, values in cls.neutral.items():
+            described = {"enum": _distinct(*values, None), "description": "Only taken where it asks for nothing."}
+            schema["properties"][name] = described
+        return schema
+
     @property
     def choices(self) -> int:
         """How many answers to give."""
@@ -209,6 +260,11 @@ class GenerationFields(Schema):
                 raise InvalidRequestError(
                     f"each stop string needs 1 to {MAX_STOP_CHARACTERS} characters, one has {len(stop)}", param="stop"
                 )
+
+
+def _distinct(*values: object) -> list[object]:
+    """Without those that JSON Schema takes for the same, such as 1 and 1.0."""
+    return [value for index, value in enumerate(values) if not any(_same(value, other) for other in values[:index])]
 
 
 def _same(value: object, neutral: object) -> bool:

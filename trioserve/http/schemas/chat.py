@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
 from trioserve.errors import InvalidRequestError
 from trioserve.http.schemas.base import INT64, MAX_LOGPROBS, GenerationFields, Schema, encodable
 from trioserve.service import ChatPrompt
 
 MAX_MESSAGES = 16_384
+
+# What templates get of parts is their texts; chat.messages has the last word.
+_PARTS = [
+    {"type": "object", "properties": {"type": {"const": kind}, kind: {"type": "string"}}, "required": ["type", kind]}
+    for kind in ("text", "refusal")
+]
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": _PARTS}}, {"type": "null"}]}
 
 
 class Message(Schema):
@@ -22,7 +29,7 @@ class Message(Schema):
     role: Annotated[str, Field(min_length=1), AfterValidator(encodable)] = Field(
         description="system, user, assistant, or what the template knows."
     )
-    content: Any = Field(None, description="Text, or a list of text parts.")
+    content: Annotated[Any, WithJsonSchema(_CONTENT)] = Field(None, description="Text, or a list of text parts.")
 
     @field_validator("content")
     @classmethod

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from trioserve.errors import InvalidRequestError
-from trioserve.http.schemas.base import MAX_LOGPROBS, GenerationFields, encodable, is_tokens
+from trioserve.http.schemas.base import MAX_LOGPROBS, TOKENS, GenerationFields, encodable, is_tokens
 from trioserve.service import TextPrompt, TokenPrompt
 
 MAX_PROMPTS = 2048
+
+_PROMPTS = {
+    "type": "array",
+    "items": {"anyOf": [{"type": "string"}, TOKENS]},
+    "minItems": 1,
+    "maxItems": MAX_PROMPTS,
+}
+_PROMPT = {"anyOf": [{"type": "string"}, TOKENS, _PROMPTS]}
 
 
 class CompletionRequest(GenerationFields):
@@ -26,7 +34,7 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Tell how likely each token was, and so many of the most likely ones."
     )
-    prompt: Any = Field(
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = Field(
         description="Text or token ids, or a list of such prompts: they are decoded together and answered by index."
     )
 

@@ -10,6 +10,28 @@ from trioserve.errors import InvalidRequestError
 
 NAMES = ("response_format", "json_schema", "regex", "grammar")
 MAX_SOURCE = 256 * 1024  # characters
+# The fields as JSON Schemas, for the description of the routes.
+_NULL = {"type": "null"}
+JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "boolean"}, _NULL]}
+SOURCE = {"anyOf": [{"type": "string", "maxLength": MAX_SOURCE}, _NULL]}
+_WRAPPED = {"type": "object", "properties": {"schema": {"anyOf": [{"type": "object"}, {"type": "boolean"}]}}}
+RESPONSE_FORMAT = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_object"}, "schema": JSON_SCHEMA},
+            "required": ["type"],
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_schema"}, "json_schema": _WRAPPED},
+            "required": ["type", "json_schema"],
+        },
+        _NULL,
+    ]
+}
+
 _ANY_OBJECT = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}')
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from trioserve.errors import InvalidRequestError
-from trioserve.http.schemas.base import Schema, Text, encodable, is_tokens
+from trioserve.http.schemas.base import TOKENS, Schema, Text, encodable, is_tokens
 from trioserve.service import TextPrompt, TokenPrompt
 
 MAX_INPUTS = 2048
+
+_ONE = {"anyOf": [{"type": "string", "minLength": 1}, TOKENS]}
+_INPUT = {"anyOf": [*_ONE["anyOf"], {"type": "array", "items": _ONE, "minItems": 1, "maxItems": MAX_INPUTS}]}
 
 
 class EmbeddingsRequest(Schema):
     """Body of a request for embeddings."""
 
     model: Text | None = Field(None, description="Id of a registered model; may be left out where there is one only.")
-    input: Any = Field(description="Text or token ids, or a list of up to 2048 such inputs; none of them empty.")
+    input: Annotated[Any, WithJsonSchema(_INPUT)] = Field(
+        description="Text or token ids, or a list of up to 2048 such inputs; none of them empty."
+    )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="float, or base64 of little-endian 32-bit floats."
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from trioserve.errors import InvalidRequestError
 from trioserve.http.schemas.base import Schema, Text
@@ -17,12 +19,20 @@ MAX_BATCH = 2048
 TaskBody = ChatCompletionRequest | CompletionRequest
 
 
+class _Described:
+    """Documents requests of a batch as what they should be. Each is only checked in its turn, for its own error."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(TypeAdapter(TaskBody).core_schema)
+
+
 class BatchTaskRequest(Schema):
     """Body of a batch."""
 
     model: Text | None = Field(None, description="Id of a registered model; may be left out where there is one only.")
     requests: Annotated[
-        list[Any],
+        list[Annotated[Any, _Described]],
         Field(
             min_length=1,
             max_length=MAX_BATCH,
