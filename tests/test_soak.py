@@ -62,6 +62,7 @@ def test_orders_are_requests_that_the_server_takes():
     schemas = {plan.CHAT: ChatCompletionRequest, plan.COMPLETIONS: CompletionRequest}
     for order in first(plan.orders(7, 0, plan.questions(7, SHAPE)[0])):
         parsed = schemas[order.question.route].parse(order.body)
+        assert (parsed.cache_prompt is False) is order.fresh
         assert parsed.max_tokens is not None, "or n_ctx would decide how long the answer is"
         assert (parsed.model, parsed.stream, parsed.busy_timeout_ms) == (
             order.model,
@@ -89,6 +90,7 @@ def test_the_mixture_has_everything_in_it():
     assert {cut.where for cut in cuts} == {"upload", "waiting", "prefill", "decode", "events"}
     assert {cut.reset for cut in cuts} == {True, False}
     assert {order.model for order in orders} == set(plan.MODELS)
+    assert {order.fresh for order in orders} == {True, False}
     assert {order.busy_timeout_ms is None for order in orders} == {True, False}
     assert 0 in {order.busy_timeout_ms for order in orders}
     assert all(order.stream for order in orders if order.cut and order.cut.where == "events")
@@ -311,6 +313,11 @@ def line(end, request_id, more=""):
     return f"2026-01-01T00:00:00.000Z info request {end} request_id={request_id} model=a {more}\n"
 
 
+def test_reused_tokens_are_those_of_finished_requests():
+    log = line("finished", "r1", "prompt_tokens=9 cached_tokens=7") + line("cancelled", "r2", "prompt_tokens=5")
+    assert checks.reused_tokens(log + line("finished", "r3", "prompt_tokens=4")) == (7, 13)
+
+
 def test_the_log_and_the_clients_agree():
     log = line("finished", "r1") + line("rejected", "r2") + line("cancelled", "r3", "cancelled_in=prefill")
     seen = {"r1": "finished", "r2": "busy", "r3": "left", "never-arrived": "left"}
@@ -360,11 +367,12 @@ def test_tally_counts_and_tells():
     assert "1 finished, 0 busy, 1 left, 1 operations, 0 violations, 5 MiB" in tally.line(30, 5 * checks.MIB)
     tally.violate(*[Violation(Kind.WRONG_BYTES, "x")] * (TOLD_VIOLATIONS + 1))
     assert not tally.clean
-    said = list(tally.report(["prefill"]))
+    said = list(tally.report(["prefill"], (3, 5)))
     assert f"wrong bytes   {TOLD_VIOLATIONS + 1}" in said
     assert sum("VIOLATION" in line for line in said) == TOLD_VIOLATIONS
     assert any("1 waiting" in line for line in said)
     assert any("1 prefill" in line for line in said)
+    assert any("3 of 5 prompt tokens" in line for line in said)
 
 
 async def test_a_pause_waits_for_those_at_work(autojump_clock):

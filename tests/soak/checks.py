@@ -278,6 +278,16 @@ def cut_phases(log: str) -> list[str]:
     return [found.group(1) for line in log.splitlines() if (found := _CUT_IN.search(line)) and "operation=" not in line]
 
 
+def reused_tokens(log: str) -> tuple[int, int]:
+    """How many tokens of the prompts of finished requests their slots had kept already, and how many there were."""
+    lines = [line for line in log.splitlines() if " info request finished " in line]
+    kept, all_of_them = (
+        sum(int(count) for line in lines for count in re.findall(rf"\b{name}=(\d+)", line))
+        for name in ("cached_tokens", "prompt_tokens")
+    )
+    return kept, all_of_them
+
+
 def log_problems(log: str, outcomes: Mapping[str, str]) -> list[str]:
     """Where the log tells of errors, or of other ends than clients saw.
 

@@ -22,6 +22,7 @@ UNLOAD_MANY, UNLOAD_ALL = "/v1/tasks/unload_models", "/v1/tasks/unload_all_model
 
 _CUT_SHARE = 0.3
 _OPERATION_CUT_SHARE = 0.2
+_FRESH_SHARE = 0.2
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 _SYLLABLES_OF_A_WORD = 4
 _FILLER = "The sea was calm and the boat went on past the old harbour. "
@@ -98,6 +99,7 @@ class Order:
         model: who is asked.
         stream: whether the answer is streamed.
         busy_timeout_ms: longest wait for a slot; None says nothing of it.
+        fresh: let the slot reuse nothing of what it has kept.
         cut: how the client leaves early, if it does.
         pause: seconds until the client's next order, where this one was refused.
     """
@@ -106,6 +108,7 @@ class Order:
     model: str
     stream: bool = False
     busy_timeout_ms: int | None = None
+    fresh: bool = False
     cut: Cut | None = None
     pause: float = 0
 
@@ -115,6 +118,8 @@ class Order:
         body = {**self.question.body, "model": self.model, "stream": self.stream}
         if self.stream:
             body["stream_options"] = {"include_usage": True}
+        if self.fresh:
+            body["cache_prompt"] = False
         if self.busy_timeout_ms is not None:
             body["busy_timeout_ms"] = self.busy_timeout_ms
         return body
@@ -181,6 +186,7 @@ def orders(seed: int, client: int, own: Sequence[Question]) -> Iterator[Order]:
             model=chance.choice(MODELS),
             stream=chance.random() < 0.5 or (cut is not None and cut.where == "events"),
             busy_timeout_ms=_busy_timeout(chance),
+            fresh=chance.random() < _FRESH_SHARE,
             cut=cut,
             pause=chance.uniform(0.05, 0.5),
         )
@@ -207,7 +213,9 @@ def _bodies(word: str, sampling_seed: int, shape: Shape) -> Iterator[tuple[str, 
     talk = [{"role": "user", "content": f"The password is {word}. Please remember it."}]
     for turn in range(shape.turns):
         talk += [
-            {"role": "assistant", "content": f"The password is {word}."},
+            # No answer of this model begins so: what a slot keeps of an answer, and not of a prompt, is never reused.
+            # That is computed in another way, and may change the last bits of the next answer.
+            {"role": "assistant", "content": f"Noted: {word}."},
             {"role": "user", "content": ("What is the password?", "Say it again.", "And once more?")[turn]},
         ]
         yield f"turn {turn}", {"messages": list(talk), "max_tokens": 16, **greedy}

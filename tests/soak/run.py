@@ -49,7 +49,7 @@ def soak(seconds: float, seed: int, shape: plan.Shape, say: Say) -> Tally:
         problems.append(growth)
     tally.violate(*(Violation(Kind.CONTRACT, problem) for problem in problems))
     say(f"seed {seed}, {seconds / 60:g} minutes, {shape.clients} clients")
-    for line in tally.report(checks.cut_phases(log)):
+    for line in tally.report(checks.cut_phases(log), checks.reused_tokens(log)):
         say(line)
     return tally
 
@@ -97,7 +97,7 @@ async def _alone(port: int, catalogue: list[list[plan.Question]]) -> dict[str, A
     """The answers of a quiet server to all that will be asked."""
     wire, answers = Wire(port), {}
     for question in (question for own in catalogue for question in own):
-        body = plan.Order(question, plan.MODELS[0]).body
+        body = plan.Order(question, plan.MODELS[0], fresh=True).body
         status, told = await wire.call("POST", question.route, body)
         assert status == 200, told
         answers[question.key] = checks.read_whole(told)

@@ -73,15 +73,17 @@ class Tally:
             f"{self.operations.total()} operations, {self.kinds.total()} violations, {resident / MIB:.0f} MiB"
         )
 
-    def report(self, phases: Sequence[str]) -> Iterator[str]:
+    def report(self, phases: Sequence[str], reused: tuple[int, int]) -> Iterator[str]:
         """The lines of the last report.
 
         Arguments:
             phases: in which the server saw clients leave, one item for each.
+            reused: tokens of prompts that slots had kept already, and all of them.
         """
         yield f"requests      {_listed(Counter(self.outcomes.values()))}; the slowest answer took {self.slowest:.1f} s"
         yield f"left          as planned: {_listed(self.cuts)}"
         yield f"              as the server saw it: {_listed(Counter(phases))}"
+        yield f"reused        {reused[0]} of {reused[1]} prompt tokens"
         outcomes: Counter[str] = Counter()
         routes: Counter[str] = Counter()
         for (route, outcome), count in self.operations.items():
