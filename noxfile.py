@@ -109,3 +109,10 @@ def bench(session: nox.Session) -> None:
 def bench_scheduling(session: nox.Session) -> None:
     """What admission costs with ever more waiters."""
     run(session, "tests.benchmarks.scheduling", *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Many clients, a restless manager, and a close watch: nox -s soak -- --minutes 10 --seed 7."""
+    with session.chdir(ROOT / "tests"):
+        run(session, "soak", *session.posargs)
