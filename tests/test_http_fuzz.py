@@ -13,10 +13,12 @@ from trioserve.http.operation import Operation
 from trioserve.http.schemas.base import GenerationFields
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import CompletionRequest
+from trioserve.http.schemas.embeddings import EmbeddingsRequest
 from trioserve.http.schemas.management import LoadRequest, UnloadAllRequest, UnloadModelsRequest, UnloadRequest
 from trioserve.http.schemas.tasks import BatchTaskRequest
 
 RUN, STREAM, BATCH = "/v1/tasks/run", "/v1/tasks/stream", "/v1/tasks/batch"
+EMBEDDINGS = "/v1/embeddings"
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
 UNLOAD_MODELS, UNLOAD_ALL = "/v1/tasks/unload_models", "/v1/tasks/unload_all_models"
 BODIES = {
@@ -25,6 +27,7 @@ BODIES = {
     RUN: (CompletionRequest, completion()),
     STREAM: (ChatCompletionRequest, chat()),
     BATCH: (BatchTaskRequest, {"requests": [completion()]}),
+    EMBEDDINGS: (EmbeddingsRequest, {"input": "text"}),
     LOAD: (LoadRequest, {"id": "fake", "busy_timeout_ms": 30_000, "keep_alive_ms": 0}),
     UNLOAD: (UnloadRequest, {"id": "fake"}),
     UNLOAD_MODELS: (UnloadModelsRequest, {"model_ids": ["fake"]}),
@@ -126,7 +129,11 @@ def test_the_walk_reaches_what_is_nested():
 @pytest.mark.parametrize("route", BODIES)
 async def test_whatever_a_field_holds_is_taken_or_refused_by_name(route):
     model, body = BODIES[route]
-    async with running(management=True, models=[{"n_ctx": 256}]) as server, await server.connect() as client:
+    task = "embed" if route == EMBEDDINGS else "generate"
+    async with (
+        running(management=True, models=[{"n_ctx": 256, "task": task}]) as server,
+        await server.connect() as client,
+    ):
         for path in fields_of(model):
             if route in {RUN, STREAM} and path[0] in GenerationFields.model_fields:
                 continue  # tried where they come from
@@ -134,7 +141,9 @@ async def test_whatever_a_field_holds_is_taken_or_refused_by_name(route):
                 await server.free()  # some of these may not wait
                 reply = await client.call(route, spoiled(body, path, raw))
                 judge(reply, path, name)
-        assert (await client.call(LOAD, {"id": "fake", "slots": 1, "busy_timeout_ms": 30_000})).status == 200
+        assert (await client.call(route, body)).status == 200
+        sane = {"id": "fake", "slots": 1, "busy_timeout_ms": 30_000, "task": "generate"}
+        assert (await client.call(LOAD, sane)).status == 200
         assert (await client.call(COMPLETIONS, completion())).text == expected()
         await server.free()
         assert server.service.tally().failed == 0
