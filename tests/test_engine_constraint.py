@@ -1,5 +1,6 @@
 """Answers that follow a grammar, on real models: whatever the model would say, the form is kept."""
 
+import dataclasses
 import enum
 import json
 import re
@@ -181,3 +182,39 @@ def test_one_grammar_serves_many_requests_from_its_beginning(said):
 def test_the_same_answer_comes_with_and_without_a_form_that_allows_it(said):
     free = said(None, max_tokens=12)
     assert said(regex("(?s:.*)"), max_tokens=12).tokens == free.tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_excluded_top_choices_leave_nothing_that_may_not_follow(said, seed):
+    sampling = Sampling(temperature=1.0, min_p=0.0, top_k=0, xtc_probability=1.0, xtc_threshold=0.0, seed=seed)
+    assert re.fullmatch("[ab]{3}", said(regex("[ab]{3}"), sampling, max_tokens=20).text)
+
+
+@pytest.mark.parametrize("base", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_a_form_of_which_nothing_is_left_fails_by_itself(real, base):
+    banned = real.tokenize("a", special=False, add_bos=False)[0]
+    sampling = dataclasses.replace(base, logit_bias=((banned, -float("inf")),))
+    with opened(real) as session:
+        number = session.add(asking([1, 5], 5, sampling, constraint=regex("a")))
+        (got,) = finish(session, number)
+    assert isinstance(got.end, Failed)
+    assert got.end.unfollowed
+    assert "logit_bias" in got.end.message
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [Constraint(ConstraintKind.GBNF, "root ::= " + "(" * 5000), Constraint(ConstraintKind.JSON_SCHEMA, "[" * 50_000)],
+    ids=["brackets", "lists"],
+)
+def test_what_is_nested_too_deeply_is_said_in_our_words(tiny, constraint):
+    with pytest.raises(ConstraintError) as caught:
+        tiny.check_constraint(constraint)
+    assert "python" not in str(caught.value).lower()
+
+
+def test_few_forms_are_kept_where_they_are_long(tiny):
+    constraints = tiny._constraints
+    for number in range(12):
+        tiny.check_constraint(regex(f"{number}(" + "|".join(f"{word}x" for word in range(12_000)) + ")"))
+    assert sum(len(kept.source) for kept in constraints._compiled) <= 512 * 1024

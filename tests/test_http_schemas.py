@@ -13,7 +13,7 @@ from trioserve.http.requests import batch_request, generation_request
 from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationFields
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import MAX_PROMPTS, CompletionRequest
-from trioserve.http.schemas.constraints import NAMES
+from trioserve.http.schemas.constraints import NAMES, parse_constraint
 from trioserve.service import TextPrompt, TokenPrompt
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -402,7 +402,7 @@ def test_biases_in_both_forms(value, meant):
     [
         *(0, True, "a", {"a": 1}, {"-1": 1}, {"1.5": 1}, {"": 1}, {"9" * 30: 1}, {"٣": 1}, {"5": 101}, {"5": -101}),
         *({"5": None}, {"5": True}, {"5": "1"}, {"5": NAN}, {"5": INF}, [5, 1], [[5]], [[5, 1, 1]], [[-1, 1]]),
-        *([[True, 1]], [["5a", 1]], [[5.0, 1]], [{"5": 1}], [[2**40, 1]], [[1, 1]] * 4097),
+        *([[True, 1]], [["5", 1]], [["5a", 1]], [[5.0, 1]], [{"5": 1}], [[2**40, 1]], [[1, 1]] * 4097),
     ],
     ids=lambda value: repr(value)[:30],
 )
@@ -548,6 +548,14 @@ def test_forms_of_an_answer(schema, fields, form):
 )
 def test_what_is_no_form(schema, fields, param):
     refused(schema, {**BASE[schema], **fields}, param)
+
+
+def test_a_schema_that_is_nested_too_deeply():
+    schema = {}
+    for _ in range(5000):
+        schema = {"not": schema}
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        parse_constraint({"json_schema": schema})
 
 
 # Fields that can't be honoured

@@ -227,10 +227,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A sequence could not go on. ``message`` is for the log."""
+    """A sequence could not go on.
+
+    Attributes:
+        sequence: which one.
+        message: for the log.
+        unfollowed: its constraint was at fault: it has become too complex, or nothing may follow.
+    """
 
     sequence: int
     message: str
+    unfollowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

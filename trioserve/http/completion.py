@@ -64,7 +64,7 @@ async def _in_one_piece(generation: Generation, shape: render.Shape) -> Response
         shape.choice("".join(part.text for part in parts), done.finish_reason.value, index, likelihoods_of(parts))
         for index, (parts, done) in sorted(answers.items())
     ]
-    usage = sum((done.usage for _, done in answers.values()), start=Usage(0, 0))
+    usage = sum((counted(done, generation.choices) for _, done in answers.values()), start=Usage(0, 0))
     return Response(render.dumps(render.whole(shape, generation, choices, usage)), content_type=_CONTENT_TYPE)
 
 
@@ -84,6 +84,12 @@ async def collect(generation: Generation) -> dict[int, tuple[list[TextDelta], Do
         else:
             raise part.error
     return {index: (texts[index], done) for index, done in ends.items()}
+
+
+def counted(done: Done, choices: int) -> Usage:
+    """What an answer adds to the usage of its request: of several choices the first one counts the prompt."""
+    usage = done.usage
+    return usage if done.index % choices == 0 else Usage(0, usage.completion_tokens)
 
 
 def likelihoods_of(parts: Iterable[TextDelta]) -> list[Likelihood]:
@@ -116,7 +122,7 @@ class _Chunks:
             yield self._frame([self._shape.piece(part.text, part.index, part.likelihoods)])
         elif isinstance(part, Done):
             yield self._frame([self._shape.ending(part.finish_reason.value, part.index)])
-            self._usage += part.usage
+            self._usage += counted(part, self._generation.choices)
             self._open -= 1
             if self._with_usage and not self._open:
                 yield self._frame([], render.usage(self._usage))

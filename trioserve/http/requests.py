@@ -21,6 +21,7 @@ def batch_request(body: Body, request_id: str) -> BatchRequest:
     return BatchRequest(
         [_item(body, prompt, choice, request_id) for prompt in body.prompts for choice in range(body.choices)],
         all_or_nothing=True,
+        choices=body.choices,
         model=body.model,
         busy_timeout_ms=body.busy_timeout_ms,
         request_id=request_id,

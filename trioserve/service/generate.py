@@ -20,9 +20,10 @@ class Generation:
     Arguments:
         begun: the request. Prompts that could not be honoured are told first.
         all_or_nothing: an answer that fails ends all of them, with its error. Otherwise it is a part among the others.
+        choices: how many answers in a row are to the same prompt.
     """
 
-    def __init__(self, begun: Begun, *, all_or_nothing: bool = True) -> None:
+    def __init__(self, begun: Begun, *, all_or_nothing: bool = True, choices: int = 1) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.model = begun.model
@@ -30,6 +31,7 @@ class Generation:
         self._answers = _answers(begun)
         self._refused: list[Part] = list(begun.prepared.refused)
         self._all_or_nothing = all_or_nothing
+        self.choices = choices
         self._open = len(self._answers)
         self._failed = len(self._refused)
         self.prompts = self._open + self._failed

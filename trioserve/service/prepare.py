@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import trio
 
 from trioserve.chat import ChatTemplate, default_template, normalise_messages, render_prompt
 from trioserve.config import ModelConfig
-from trioserve.engine.base import ConstraintError, EmbeddingInput, SequenceRequest, Weights, Work
+from trioserve.engine.base import Constraint, ConstraintError, EmbeddingInput, SequenceRequest, Weights, Work
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError, WrongTaskError
 from trioserve.runtime.pool import Pool
@@ -30,6 +30,7 @@ from trioserve.service.requests import (
 
 _INLINE_CHARACTERS = 4096  # shorter prompts are prepared faster than a thread is woken
 _PREPARATIONS = 4
+_FORMS_CHARACTERS = 64 * 1024
 _TOKENISED_CHARACTERS = 256 * 1024  # a longer text is only tokenised where it could fit: that takes a second a megabyte
 
 
@@ -60,6 +61,7 @@ class Preparer:
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(_PREPARATIONS)
+        self._forms = trio.CapacityLimiter(1)  # to compile them takes seconds, for which other prompts shall not wait
         self._compiled_for: weakref.WeakSet[Pool] = weakref.WeakSet()
 
     async def prepare(self, pool: Pool, request: Request) -> Prepared:
@@ -73,9 +75,12 @@ class Preparer:
         has_chat = any(isinstance(prompt, ChatPrompt) for prompt in prompts_of(request))
         # Compiling a large template takes too long for the event loop.
         if _is_short(request) and (not has_chat or pool in self._compiled_for):
-            return _prepare(pool, request)
+            return _prepare(pool, request, lambda: None)
+        limiter = self._forms if _has_constraint(request) else self._limiter
         with pool.reading():
-            prepared = await trio.to_thread.run_sync(_prepare, pool, request, limiter=self._limiter)
+            # A client that leaves is noticed between two prompts.
+            check_cancelled = trio.from_thread.check_cancelled
+            prepared = await trio.to_thread.run_sync(_prepare, pool, request, check_cancelled, limiter=limiter)
         if has_chat:
             self._compiled_for.add(pool)
         return prepared
@@ -94,35 +99,67 @@ def check_task(config: ModelConfig, request: Request) -> None:
         )
 
 
-def _prepare(pool: Pool, request: Request) -> Prepared:
+def _prepare(pool: Pool, request: Request, check_cancelled: Callable[[], None]) -> Prepared:
     """See ``Preparer.prepare``."""
-    return _prepare_inputs(pool, request) if isinstance(request, EmbeddingRequest) else _prepare_all(pool, request)
+    if isinstance(request, EmbeddingRequest):
+        return _prepare_inputs(pool, request, check_cancelled)
+    return _prepare_all(pool, request, check_cancelled)
 
 
-def _prepare_all(pool: Pool, request: BatchRequest) -> Prepared:
+def _prepare_all(pool: Pool, request: BatchRequest, check_cancelled: Callable[[], None]) -> Prepared:
     """See ``Preparer.prepare``."""
     sequences: dict[int, SequenceRequest] = {}
     refused: list[Failure] = []
+    forms = _Forms()
+    before: GenerationRequest | None = None
     for index, item in enumerate(request.items):
+        check_cancelled()
         try:
             if isinstance(item, TrioserveError):
                 raise item
-            sequences[index] = prepare(pool, item)
+            forms.add(item)
+            if before is not None and item.prompt is before.prompt:  # another choice of the same prompt
+                sequences[index] = replace(sequences[index - 1], sampling=item.sampling)
+            else:
+                sequences[index] = prepare(pool, item)
+                before = item
         except TrioserveError as error:
+            before = None
             if request.all_or_nothing:
-                raise _placed(error, index, len(request.items)) from None
+                raise _placed(error, index // request.choices, len(request.items) // request.choices) from None
             refused.append(Failure(error, index))
+    if len(sequences) > 1:
+        sequences = {index: replace(sequence, reuse=False) for index, sequence in sequences.items()}
     return Prepared(pool, sequences, refused)
 
 
-def _placed(error: TrioserveError, index: int, items: int) -> TrioserveError:
-    """Say which of several prompts an error is about."""
-    if items == 1:
+class _Forms:
+    """Bounds what the forms of a batch take together; each of them is compiled once."""
+
+    def __init__(self) -> None:
+        self._seen: set[Constraint] = set()
+        self._characters = 0
+
+    def add(self, item: GenerationRequest) -> None:
+        if item.constraint is None or item.constraint in self._seen:
+            return
+        self._seen.add(item.constraint)
+        self._characters += len(item.constraint.source)
+        if self._characters > _FORMS_CHARACTERS:
+            raise InvalidRequestError(
+                f"{item.constraint_field}: the forms of a batch may have {_FORMS_CHARACTERS} characters together",
+                param=item.constraint_field,
+            )
+
+
+def _placed(error: TrioserveError, index: int, prompts: int) -> TrioserveError:
+    """Say which of several prompts an error is about, where it is about a prompt."""
+    if prompts == 1 or error.param != "prompt":
         return error
-    return type(error)(f"{error.param or 'prompt'}[{index}]: {error.message}", param=error.param)
+    return type(error)(f"prompt[{index}]: {error.message}", param=error.param)
 
 
-def _prepare_inputs(pool: Pool, request: EmbeddingRequest) -> Prepared:
+def _prepare_inputs(pool: Pool, request: EmbeddingRequest, check_cancelled: Callable[[], None]) -> Prepared:
     """Tokenise and check the inputs of a request for vectors; one that can't be honoured refuses it."""
     limit = pool.weights.n_embd
     if request.dimensions is not None and request.dimensions > limit:
@@ -130,7 +167,10 @@ def _prepare_inputs(pool: Pool, request: EmbeddingRequest) -> Prepared:
             f"dimensions is {request.dimensions}, but this model's vectors have {limit}", param="dimensions"
         )
     names = ["input"] if len(request.inputs) == 1 else [f"input[{index}]" for index in range(len(request.inputs))]
-    tokens = [_input_tokens(pool, prompt, name) for prompt, name in zip(request.inputs, names, strict=True)]
+    tokens = []
+    for prompt, name in zip(request.inputs, names, strict=True):
+        check_cancelled()
+        tokens.append(_input_tokens(pool, prompt, name))
     return Prepared(pool, {index: EmbeddingInput(each, request.dimensions) for index, each in enumerate(tokens)}, ())
 
 

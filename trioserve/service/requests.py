@@ -76,6 +76,7 @@ class BatchRequest:
         items: what is asked for, or why that can't be honoured. Their own ``model``, ``busy_timeout_ms`` and
             ``request_id`` are without effect.
         all_or_nothing: one that can't be honoured refuses the whole batch, one that fails ends it.
+        choices: how many items in a row are for the same prompt.
         model, busy_timeout_ms, request_id: as in ``GenerationRequest``.
     """
 
@@ -83,6 +84,7 @@ class BatchRequest:
 
     items: Sequence[GenerationRequest | TrioserveError]
     all_or_nothing: bool = False
+    choices: int = 1
     model: str | None = None
     busy_timeout_ms: int | None = None
     request_id: str = "-"

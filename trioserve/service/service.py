@@ -132,7 +132,8 @@ class Service:
             ShuttingDownError: the server drains.
         """
         batch = BatchRequest.of(request) if isinstance(request, GenerationRequest) else request
-        return Generation(await self._begin(batch, resources), all_or_nothing=batch.all_or_nothing)
+        begun = await self._begin(batch, resources)
+        return Generation(begun, all_or_nothing=batch.all_or_nothing, choices=batch.choices)
 
     async def embed(self, request: EmbeddingRequest, resources: ExitStack) -> Embedding:
         """Admit a request for vectors and let a slot begin to compute them; see ``start`` for arguments and errors."""

@@ -19,7 +19,10 @@ import numpy.typing as npt
 from trioserve.engine.base import Constraint, ConstraintError, ConstraintKind
 from trioserve.engine.llama.vocabulary import Vocabulary
 
-_COMPILED = 32  # grammars that are kept for the next request with the same one
+_COMPILED = 16  # grammars that are kept for the next request with the same one,
+_COMPILED_CHARACTERS = (
+    512 * 1024
+)  # as long as they are no longer than this together: one takes a hundred times its source
 _BITS = 32
 # Between the parts of JSON: enough to lay it out, too little to go on for ever, as small models do where they may.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}
@@ -84,7 +87,7 @@ class Constraints:
         self._lock = threading.Lock()
 
     def check(self, constraint: Constraint) -> None:
-        """See that a grammar can be followed; the next ``matcher`` for it costs nothing.
+        """See that a grammar can be followed, and keep it for a while: the next ``matcher`` for it costs nothing.
 
         Raises:
             ConstraintError: it is wrong, can't be followed, or is too large. ``str()`` says what of it.
@@ -96,7 +99,10 @@ class Constraints:
         compiled = self._compile(constraint)
         with self._lock:
             self._compiled[constraint] = compiled
-            while len(self._compiled) > _COMPILED:
+            while len(self._compiled) > 1 and (
+                len(self._compiled) > _COMPILED
+                or sum(len(kept.source) for kept in self._compiled) > _COMPILED_CHARACTERS
+            ):
                 self._compiled.popitem(last=False)
 
     def matcher(self, constraint: Constraint) -> Matcher:
@@ -157,4 +163,6 @@ def _first_line(message: str) -> str:
     """The part of a message that says what is wrong, without the source it was found in."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error:")] or lines[:1] or ["it can't be followed"]
+    if "panic" in told[0] or "recursion" in told[0]:
+        return "it is too large, or nested too deeply"
     return told[0].removeprefix("error:").strip()[:300]

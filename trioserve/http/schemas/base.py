@@ -69,8 +69,8 @@ def _biases(value: object) -> object:
 
 def _bias(pair: object) -> tuple[int, float]:
     match pair:
-        case (str() as text, bias) if text.isascii() and text.isdigit() and len(text) < 10:
-            token = int(text)
+        case (str() as text, bias) if text.isascii() and text.isdigit() and len(text) < 10 and isinstance(pair, tuple):
+            token = int(text)  # a key of an object
         case (bool(), _):
             raise ValueError("token ids must be integers")
         case [int() as token, bias] if 0 <= token < 2**31:

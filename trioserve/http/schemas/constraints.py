@@ -9,7 +9,7 @@ from trioserve.engine.base import Constraint, ConstraintKind
 from trioserve.errors import InvalidRequestError
 
 NAMES = ("response_format", "json_schema", "regex", "grammar")
-MAX_SOURCE = 256 * 1024  # characters
+MAX_SOURCE = 64 * 1024  # characters; to compile so many takes seconds
 # The fields as JSON Schemas, for the description of the routes.
 _NULL = {"type": "null"}
 JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "boolean"}, _NULL]}
@@ -80,7 +80,11 @@ def _json_schema(value: object, name: str) -> Constraint | None:
 def _schema(value: object, name: str) -> Constraint:
     if not isinstance(value, (Mapping, bool)):
         raise InvalidRequestError(f"{name}: must be a JSON Schema, an object or a boolean", param=name)
-    return Constraint(ConstraintKind.JSON_SCHEMA, _bounded(json.dumps(value, separators=(",", ":")), name))
+    try:
+        source = json.dumps(value, separators=(",", ":"))
+    except RecursionError:
+        raise InvalidRequestError(f"{name}: is nested too deeply", param=name) from None
+    return Constraint(ConstraintKind.JSON_SCHEMA, _bounded(source, name))
 
 
 def _regex(value: object, name: str) -> Constraint | None:
