@@ -227,10 +227,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A sequence could not go on. ``message`` is for the log."""
+    """A sequence could not go on.
+
+    Attributes:
+        sequence: which one.
+        message: why, for the log.
+        unanswerable: it is the request that leaves no answer, and ``message`` is for the client too.
+    """
 
     sequence: int
     message: str
+    unanswerable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from trioserve.service.requests import (
 
 _INLINE_CHARACTERS = 4096  # shorter prompts are prepared faster than a thread is woken
 _PREPARATIONS = 4
+_COMPILATIONS = 2  # of grammars: some take many seconds, and prompts without one shall not wait behind them
 _TOKENISED_CHARACTERS = 256 * 1024  # a longer text is only tokenised where it could fit: that takes a second a megabyte
 
 
@@ -60,6 +61,7 @@ class Preparer:
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(_PREPARATIONS)
+        self._grammar_limiter = trio.CapacityLimiter(_COMPILATIONS)
         self._compiled_for: weakref.WeakSet[Pool] = weakref.WeakSet()
 
     async def prepare(self, pool: Pool, request: Request) -> Prepared:
@@ -74,8 +76,9 @@ class Preparer:
         # Compiling a large template takes too long for the event loop.
         if _is_short(request) and (not has_chat or pool in self._compiled_for):
             return _prepare(pool, request)
+        limiter = self._grammar_limiter if _has_constraint(request) else self._limiter
         with pool.reading():
-            prepared = await trio.to_thread.run_sync(_prepare, pool, request, limiter=self._limiter)
+            prepared = await trio.to_thread.run_sync(_prepare, pool, request, limiter=limiter)
         if has_chat:
             self._compiled_for.add(pool)
         return prepared

@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.engine.base import Likelihood, TokenLogprob
+from trioserve.engine.base import ConstraintError, Likelihood, TokenLogprob
 from trioserve.engine.llama.constraint import Matcher
 from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.vocabulary import Vocabulary
@@ -47,7 +47,9 @@ class Sampler:
     ) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
-        self._banned = np.asarray(banned, np.intp) if banned else None
+        # Some of llama.cpp's samplers would choose a token of no probability before they choose none.
+        never = [*banned, *(token for token, bias in sampling.logit_bias if bias == -np.inf)]
+        self._banned = np.asarray(never, np.intp) if never else None
         self._logprobs = logprobs
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.
         self._chain = (
@@ -66,7 +68,7 @@ class Sampler:
             The token, and how likely the model held it and others, where that was asked for.
 
         Raises:
-            ConstraintError: the grammar has become too complex.
+            ConstraintError: the grammar has become too complex, or no token is left to choose.
         """
         if self._logprobs is None:
             return self._choose(context, row), None
@@ -82,6 +84,8 @@ class Sampler:
                 logits[self._banned] = -np.inf
             if self._matcher is not None:
                 self._matcher.restrict(logits)
+            if logits.max() == -np.inf:
+                raise ConstraintError("no token is left that its form and logit_bias allow")
         token = (
             int(logits.argmax())
             if self._chain is None
