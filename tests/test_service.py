@@ -909,9 +909,8 @@ async def test_grammars_that_take_long_to_compile_hold_no_long_prompt_up(service
             try:
                 await wait_all_tasks_blocked()
                 with trio.fail_after(30):
-                    async with service.generate(
-                        GenerationRequest(ChatPrompt([{"role": "user", "content": "x"}] * 130), max_tokens=1)
-                    ) as generation:
+                    long = ChatPrompt([{"role": "user", "content": "x"}] * 130)
+                    async with service.generate(GenerationRequest(long, max_tokens=1)) as generation:
                         assert [part async for part in generation]
             finally:
                 go_on.set()
