@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import json
+import math
 import re
 
 import pytest
@@ -130,6 +131,11 @@ def test_a_form_works_beside_biases_and_penalties(said):
         (Constraint(ConstraintKind.GBNF, "nonsense"), "::="),
         (Constraint(ConstraintKind.LARK, "start: missing"), "missing"),
         (Constraint(ConstraintKind.JSON_SCHEMA, "{"), ""),
+        (schema(False), "nsatisfiable"),
+        (schema({"$ref": "#"}), "allows no answer"),
+        (schema({"x-guidance": {"lenient": True}, "type": "string", "not": {}}), "x-guidance"),
+        (regex(r"a[^\s\S]"), "allows no answer"),
+        (Constraint(ConstraintKind.GBNF, "root ::= root"), "allows no answer"),
     ],
     ids=lambda value: str(getattr(value, "source", value))[:30],
 )
@@ -149,6 +155,39 @@ def test_an_expression_of_any_size_costs_a_bounded_time(tiny, pattern):
     with opened(tiny) as session:
         number = session.add(asking([BOS, 5], 5, constraint=regex(pattern)))
         finish(session, number)
+
+
+def chained_schemas(count):
+    chain = {f"d{index}": {"type": "array", "items": {"$ref": f"#/$defs/d{index + 1}"}} for index in range(count)}
+    return schema({"$ref": "#/$defs/d0", "$defs": chain | {f"d{count}": {"type": "string"}}})
+
+
+def chained_rules(count):
+    rules = [f'r{index} ::= "x" r{index - 1}' for index in range(1, count)]
+    return Constraint(ConstraintKind.GBNF, "\n".join([f"root ::= r{count - 1}", 'r0 ::= "e"', *rules]))
+
+
+@pytest.mark.parametrize("constraint", [chained_schemas(4000), chained_rules(8000)], ids=["schema", "grammar"])
+def test_a_long_chain_of_references_does_not_overflow_the_stack(tiny, constraint):
+    tiny.check_constraint(constraint)
+    with opened(tiny) as session:
+        finish(session, session.add(asking([BOS, 5], 5, constraint=constraint)))
+
+
+def test_a_schema_that_is_true_allows_any_json(said):
+    json.loads(said(Constraint(ConstraintKind.JSON_SCHEMA, "true")).text)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT, dataclasses.replace(HOT, typical_p=0.5)])
+@pytest.mark.parametrize("constraint", [None, regex("a+")], ids=["free", "form"])
+def test_an_answer_that_may_have_no_token_fails_as_the_request_s_own_fault(tiny, sampling, constraint):
+    nothing = dataclasses.replace(sampling, logit_bias=tuple((token, -math.inf) for token in range(tiny.vocab_size)))
+    with opened(tiny) as session:
+        got = finish(session, session.add(asking([BOS, 5], 5, nothing, constraint=constraint)))[0]
+    assert got.tokens == []
+    assert isinstance(got.end, Failed)
+    assert got.end.unanswerable
+    assert "logit_bias" in got.end.message
 
 
 def test_a_grammar_that_becomes_too_complex_fails_alone(tiny, monkeypatch):
@@ -198,7 +237,7 @@ def test_a_form_of_which_nothing_is_left_fails_by_itself(real, base):
         number = session.add(asking([1, 5], 5, sampling, constraint=regex("a")))
         (got,) = finish(session, number)
     assert isinstance(got.end, Failed)
-    assert got.end.unfollowed
+    assert got.end.unanswerable
     assert "logit_bias" in got.end.message
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -509,6 +510,10 @@ AS_JSON = '{"type":"object","properties":{"a":{"type":"integer"}}}'
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             ("response_format", "json_schema", "{}"),
         ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": None}}},
+            ("response_format", "json_schema", "{}"),
+        ),
         ({"json_schema": SCHEMA}, ("json_schema", "json_schema", AS_JSON)),
         ({"json_schema": True}, ("json_schema", "json_schema", "true")),
         ({"regex": "a+"}, ("regex", "regex", "a+")),
@@ -684,3 +689,12 @@ def test_content_of_every_form_comes_through(value):
     message = {"role": "user", "content": value, "name": "Ann", "extra": {"deep": [1]}}
     parsed = ChatCompletionRequest.parse({"messages": [message]})
     assert parsed.messages[0].model_dump(exclude_unset=True) == message
+
+
+def test_a_schema_that_is_nested_as_deep_as_a_body_may_be_is_refused():
+    deepest = {}
+    for _ in range(sys.getrecursionlimit()):
+        deepest = {"items": deepest}
+    with pytest.raises(InvalidRequestError, match="json_schema: is nested too deeply") as caught:
+        parse_constraint({"json_schema": deepest})
+    assert caught.value.param == "json_schema"

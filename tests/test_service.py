@@ -10,7 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import Constraint, ConstraintKind, FinishReason
+from trioserve.engine.base import Constraint, ConstraintKind, Failed, FinishReason
 from trioserve.errors import (
     ChatTemplateError,
     ContextLengthError,
@@ -950,3 +950,32 @@ async def test_choices_of_one_prompt_are_prepared_once(service_for, monkeypatch)
             ends = [part async for part in generation if isinstance(part, Done)]
     assert len(ends) == 5
     assert len(asked) == 1
+
+
+async def test_an_answer_that_the_request_leaves_no_token_for_is_its_own_fault(service_for, engine, monkeypatch):
+    monkeypatch.setattr(FakeSession, "_fail", lambda self, number, live: Failed(number, "none left", unanswerable=True))
+    engine.failing_step = 1
+    async with service_for() as service:
+        with pytest.raises(InvalidRequestError, match="the answer can't go on: none left"):
+            await collect(service, request())
+        assert service.tally() == Tally(active=0, finished=0, failed=1, cancelled=0, rejected=0)
+
+
+async def test_grammars_that_take_long_to_compile_hold_no_long_prompt_up(service_for, engine, monkeypatch):
+    async with service_for() as service:
+        await loaded(service)
+        go_on = threading.Event()
+        weights = type(next(iter(service.registry)).pool.weights)
+        monkeypatch.setattr(weights, "check_constraint", lambda *_: go_on.wait())
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                constraint = Constraint(ConstraintKind.REGEX, "slow")
+                nursery.start_soon(collect, service, request(constraint=constraint))
+            try:
+                await wait_all_tasks_blocked()
+                with trio.fail_after(30):
+                    long = ChatPrompt([{"role": "user", "content": "x"}] * 130)
+                    async with service.generate(GenerationRequest(long, max_tokens=1)) as generation:
+                        assert [part async for part in generation]
+            finally:
+                go_on.set()

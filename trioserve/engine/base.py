@@ -231,13 +231,13 @@ class Failed:
 
     Attributes:
         sequence: which one.
-        message: for the log.
-        unfollowed: its constraint was at fault: it has become too complex, or nothing may follow.
+        message: why, for the log.
+        unanswerable: it is the request that leaves no answer, and ``message`` is for the client too.
     """
 
     sequence: int
     message: str
-    unfollowed: bool = False
+    unanswerable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,10 +97,8 @@ def failure(event: StepEvent) -> TrioserveError:
     """The error that an event is to the client where it is none of those that were hoped for."""
     if not isinstance(event, Failed):
         return EngineError(f"unexpected event {event!r}")
-    if event.unfollowed:
-        return InvalidRequestError(
-            f"the answer could not be held to its form: {event.message}", param="response_format"
-        )
+    if event.unanswerable:
+        return InvalidRequestError(f"the answer can't go on: {event.message}")
     logger.error("inference failed: %s", event.message)
     return EngineError("inference failed")
 

@@ -30,6 +30,7 @@ from trioserve.service.requests import (
 
 _INLINE_CHARACTERS = 4096  # shorter prompts are prepared faster than a thread is woken
 _PREPARATIONS = 4
+_COMPILATIONS = 2  # of grammars: some take many seconds, and prompts without one shall not wait behind them
 _FORMS_CHARACTERS = 64 * 1024
 _TOKENISED_CHARACTERS = 256 * 1024  # a longer text is only tokenised where it could fit: that takes a second a megabyte
 
@@ -61,7 +62,7 @@ class Preparer:
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(_PREPARATIONS)
-        self._forms = trio.CapacityLimiter(1)  # to compile them takes seconds, for which other prompts shall not wait
+        self._grammar_limiter = trio.CapacityLimiter(_COMPILATIONS)
         self._compiled_for: weakref.WeakSet[Pool] = weakref.WeakSet()
 
     async def prepare(self, pool: Pool, request: Request) -> Prepared:
@@ -76,7 +77,7 @@ class Preparer:
         # Compiling a large template takes too long for the event loop.
         if _is_short(request) and (not has_chat or pool in self._compiled_for):
             return _prepare(pool, request, lambda: None)
-        limiter = self._forms if _has_constraint(request) else self._limiter
+        limiter = self._grammar_limiter if _has_constraint(request) else self._limiter
         with pool.reading():
             # A client that leaves is noticed between two prompts.
             check_cancelled = trio.from_thread.check_cancelled

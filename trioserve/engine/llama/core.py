@@ -239,7 +239,7 @@ class DecodeCore:
             token, likelihood = live.sampler.choose(self._context, row.number)
         except ConstraintError as error:
             live.pending = ()
-            events.append(Failed(live.number, str(error), unfollowed=True))
+            events.append(Failed(live.number, str(error), unanswerable=True))
             return
         if not live.ignore_eos and self._vocabulary.ends_generation(token):
             events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush(), live.cached))

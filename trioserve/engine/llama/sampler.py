@@ -49,8 +49,9 @@ class Sampler:
     ) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
-        never = [token for token, bias in sampling.logit_bias if bias == -math.inf]
-        self._banned = np.asarray([*banned, *never], np.intp) if banned or never else None
+        # Some of llama.cpp's samplers would choose a token of no probability before they choose none.
+        never = [*banned, *(token for token, bias in sampling.logit_bias if bias == -np.inf)]
+        self._banned = np.asarray(never, np.intp) if never else None
         self._logprobs = logprobs
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.
         self._chain = (
@@ -69,7 +70,7 @@ class Sampler:
             The token, and how likely the model held it and others, where that was asked for.
 
         Raises:
-            ConstraintError: the grammar has become too complex.
+            ConstraintError: the grammar has become too complex, or no token is left to choose.
         """
         if self._logprobs is None:
             return self._choose(context, row), None
@@ -85,8 +86,8 @@ class Sampler:
                 logits[self._banned] = -np.inf
             if self._matcher is not None:
                 self._matcher.restrict(logits)
-                if not np.isfinite(logits).any():
-                    raise ConstraintError("no token that may follow is left by ignore_eos and logit_bias")
+            if logits.max() == -np.inf:
+                raise ConstraintError("no token is left that its form and logit_bias allow")
         token = (
             int(logits.argmax())
             if self._chain is None

@@ -14,7 +14,7 @@ MAX_SOURCE = 64 * 1024  # characters; to compile so many takes seconds
 _NULL = {"type": "null"}
 JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "boolean"}, _NULL]}
 SOURCE = {"anyOf": [{"type": "string", "maxLength": MAX_SOURCE}, _NULL]}
-_WRAPPED = {"type": "object", "properties": {"schema": {"anyOf": [{"type": "object"}, {"type": "boolean"}]}}}
+_WRAPPED = {"type": "object", "properties": {"schema": JSON_SCHEMA}}
 RESPONSE_FORMAT = {
     "anyOf": [
         {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
@@ -69,7 +69,8 @@ def _response_format(value: object, name: str) -> Constraint | None:
         wrapped = value.get("json_schema")
         if not isinstance(wrapped, Mapping):
             raise InvalidRequestError(f"{name}.json_schema: must be an object", param=f"{name}.json_schema")
-        return _schema(wrapped.get("schema", {}), f"{name}.json_schema.schema")
+        schema = wrapped.get("schema")
+        return _schema({} if schema is None else schema, f"{name}.json_schema.schema")
     raise InvalidRequestError(f"{name}.type: must be text, json_object or json_schema", param=f"{name}.type")
 
 
@@ -82,7 +83,7 @@ def _schema(value: object, name: str) -> Constraint:
         raise InvalidRequestError(f"{name}: must be a JSON Schema, an object or a boolean", param=name)
     try:
         source = json.dumps(value, separators=(",", ":"))
-    except RecursionError:
+    except RecursionError:  # a body may be nested a little deeper than what is written from further down the stack
         raise InvalidRequestError(f"{name}: is nested too deeply", param=name) from None
     return Constraint(ConstraintKind.JSON_SCHEMA, _bounded(source, name))
 
