@@ -240,6 +240,9 @@ def _parameters(options: SessionOptions, *, offloaded: bool) -> Any:
     params.swa_full = True
     params.type_k = params.type_v = _KV_TYPES[options.kv_dtype]
     params.flash_attn_type = _flash_attention(options, offloaded=offloaded)
+    # A GPU that was given no layers would still evaluate prompts of 32 tokens and more, with roundings of its own: an
+    # answer would depend on how its prompt was cut up. It would also take some hundred megabytes for that.
+    params.op_offload = offloaded
     params.no_perf = True
     return params
 
