@@ -95,7 +95,7 @@ class ChatAnswer:
         words = "".join(event.text for event in events if isinstance(event, Content))
         thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls = _calls(events)
-        more = {"reasoning_content": thoughts} if thoughts else {}
+        more: dict[str, Any] = {"reasoning_content": thoughts} if thoughts else {}
         more |= {"tool_calls": calls} if calls else {}
         text = words if words or not calls else None
         return ChatShape.choice(text, self._reason(reason), self._index, _likelihoods(parts), more)

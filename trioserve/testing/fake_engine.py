@@ -182,6 +182,7 @@ class _Answer:
         told, prompt = engine.answer_text, bytes(token % 256 for token in request.prompt)
         self._text = fake_answer(prompt, most) if told is None else told[:most]
         self._limit = engine.answer_tokens
+        self._cut = told is None or len(told) >= most
         self._given = 0
         self._assembler = TextAssembler(request.stops)
 
@@ -194,7 +195,7 @@ class _Answer:
         yield Token(self._number, ord(letter), self._assembler.feed(letter.encode()))
         if self._assembler.stopped:
             yield self._finished(FinishReason.STOP)
-        elif self._given == len(self._text):
+        elif self._given == len(self._text) and self._cut:
             yield self._finished(FinishReason.LENGTH)
 
     def _finished(self, reason: FinishReason) -> Finished:
