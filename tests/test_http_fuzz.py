@@ -34,7 +34,7 @@ BODIES = {
     UNLOAD_ALL: (UnloadAllRequest, {}),
 }
 # Of the fields that are only taken where they ask for nothing, all of which are checked by one line.
-ALSO_TRIED = {"grammar", "response_format", "tools", "echo"}
+ALSO_TRIED = {"functions", "echo"}
 # JSON as it stands in the body, by what it is.
 HOSTILE = {
     "null": b"null",

@@ -168,6 +168,11 @@ ACCEPTED = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
     (CHAT, {"messages": []}, False),
     (CHAT, {}, False),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function", "function": {"name": "f"}}]}, True),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, False),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function", "function": {"name": "a b"}}]}, False),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [], "tool_choice": "auto"}, True),
+    (CHAT, {"messages": [{"role": "user"}], "tool_choice": "any"}, False),
     (COMPLETIONS, {"prompt": "a"}, True),
     (COMPLETIONS, {"prompt": [1, 2]}, True),
     (COMPLETIONS, {"prompt": ["a"]}, True),
@@ -261,6 +266,20 @@ LIKELIHOODS = [
 def test_likelihoods_are_as_described(name, value):
     assert "logprob" in json.dumps(value)
     assert valid({"$ref": f"#/components/schemas/{name}"}, value)
+
+
+CALLS = '{"tool_calls": [{"name": "f", "arguments": {}}, {"name": "f", "arguments": {"a": 1}}]}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [CALLS, "<think>Well</think>Yes", "<think>Well</think>" + CALLS, CALLS[:50]])
+async def test_calls_and_thoughts_are_as_described(text, stream):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    async with running(FakeEngine(answer_text=text)) as server:
+        reply = await server.call(CHAT, chat(stream=stream, tools=tools, max_tokens=200))
+        assert (b'"tool_calls":[' in reply.body) is ("tool_calls" in text)
+        assert (b'"reasoning_content"' in reply.body) is ("think" in text)
+        conforms(reply, CHAT, "post", 200)
 
 
 async def test_tasks_are_as_described():
@@ -399,6 +418,8 @@ BEYOND_SCHEMAS = (
     "path: is required",
     "can't be honoured",
     "an answer has one form",
+    "asks for a tool",
+    "is none of the tools",
     "lone surrogates",
     "but this is a request to",
 )

@@ -55,14 +55,15 @@ NUMBERS = {
     "dry_base": (1, 10),
 }
 NEEDED = {"top_logprobs": {"logprobs": True}}  # fields that make sense beside others only
-BOOLS = ("stream", "ignore_eos", "cache_prompt")
+BOOLS = ("stream", "ignore_eos", "cache_prompt", "parallel_tool_calls")
 NOT_INTEGERS = (True, False, "1", "", 1.5, 1.0, NAN, INF, -INF, [], [1], {}, {"a": 1})
 NOT_NUMBERS = (True, False, "1", "", [], [0.5], {}, {"a": 1})
 NOT_BOOLS = (0, 1, 1.0, "true", "", NAN, [], [True], {})
 NOT_TEXTS = (0, 1.5, True, NAN, [], ["a"], {}, {"a": 1})
 NOT_OBJECTS = (0, 1.5, True, "a", NAN, [], [{}])
-CHAT_ONLY = {"max_completion_tokens", "top_logprobs"}
-FIELDS = {*INTEGERS, *NUMBERS, *BOOLS, "model", "stream_options", "stop"}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CHAT_ONLY = {"max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_format"}
+FIELDS = {*INTEGERS, *NUMBERS, *BOOLS, "model", "stream_options", "stop", *CHAT_ONLY}
 FIELDS |= {"best_of", "logit_bias", "dry_sequence_breakers", *NAMES}
 
 
@@ -570,8 +571,6 @@ UNSUPPORTED = {
     "lora": ([[]], [[{"id": 0, "scale": 1}]]),
 }
 UNSUPPORTED_CHAT = {
-    "tools": ([[]], [[{"type": "function"}]]),
-    "tool_choice": (["none", "auto"], ["required", {"type": "function"}]),
     "functions": ([[]], [[{"name": "f"}]]),
     "function_call": (["none", "auto"], [{"name": "f"}]),
     "audio": ([], [{"voice": "a"}, {}]),
@@ -606,6 +605,95 @@ def test_unsupported_fields_are_refused_and_not_ignored(schema):
     for name, (_, asking) in unsupported(schema).items():
         for value in asking:
             refused(schema, {**BASE[schema], name: value}, name, "not supported")
+
+
+# Tools and reasoning
+
+
+def tool(**function):
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        *((value, "tools") for value in (0, 1.5, True, "a", {}, {"type": "function"})),
+        *(([value], "tools[0]") for value in (0, "a", None, [])),
+        ([{}], "tools[0].type"),
+        ([{"type": "custom"}], "tools[0].type"),
+        ([{"type": "function"}], "tools[0].function"),
+        ([tool(), tool(name=None)], "tools[1].function.name"),
+        ([tool(name="")], "tools[0].function.name"),
+        ([tool(name="a b")], "tools[0].function.name"),
+        ([tool(name='"')], "tools[0].function.name"),
+        ([tool(name="f\n")], "tools[0].function.name"),
+        ([tool(name="é")], "tools[0].function.name"),
+        ([tool(name="x" * 65)], "tools[0].function.name"),
+        ([tool(description=5)], "tools[0].function.description"),
+        ([tool(parameters=[])], "tools[0].function.parameters"),
+        ([tool(parameters="{}")], "tools[0].function.parameters"),
+        ([tool(parameters={"type": "array"})], "tools[0].function.parameters.type"),
+        ([tool(parameters={"type": ["object", "null"]})], "tools[0].function.parameters.type"),
+        ([tool(description="\ud800")], "tools"),
+        ([tool(description="x" * (256 * 1024))], "tools"),
+        ([tool()] * 129, "tools"),
+    ],
+)
+def test_tools_are_functions_with_a_schema(value, param):
+    refused(ChatCompletionRequest, {**BASE[ChatCompletionRequest], "tools": value}, param)
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        *((value, "tool_choice") for value in (0, True, "", "any", [], ["auto"], {}, {"type": "allowed_tools"})),
+        ({"type": "function"}, "tool_choice.function.name"),
+        ({"type": "function", "function": {"name": 5}}, "tool_choice.function.name"),
+        ({"type": "function", "function": {"name": "g"}}, "tool_choice.function.name"),
+    ],
+)
+def test_a_choice_of_tools_is_one_of_four(value, param):
+    refused(ChatCompletionRequest, {**BASE[ChatCompletionRequest], "tools": TOOLS, "tool_choice": value}, param)
+
+
+@pytest.mark.parametrize("tools", [None, []])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_no_tool_can_be_required_where_there_is_none(tools, choice):
+    refused(
+        ChatCompletionRequest, {**BASE[ChatCompletionRequest], "tools": tools, "tool_choice": choice}, "tool_choice"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "use"),
+    [
+        ({"tools": []}, None),
+        ({"tool_choice": "auto"}, None),
+        ({"tools": TOOLS, "tool_choice": "none"}, None),
+        ({"tools": TOOLS}, (False, None, True)),
+        ({"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False}, (False, None, False)),
+        ({"tools": TOOLS, "tool_choice": "required"}, (True, None, True)),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, (True, "f", True)),
+    ],
+)
+def test_what_is_asked_of_tools(fields, use):
+    parsed = parse(ChatCompletionRequest, **fields).prompts[0].tools
+    assert use == (parsed and (parsed.required, parsed.named, parsed.parallel))
+
+
+def test_an_answer_is_a_call_or_has_a_form():
+    body = {**BASE[ChatCompletionRequest], "tools": TOOLS, "response_format": {"type": "json_object"}}
+    refused(ChatCompletionRequest, body, "response_format", "tools")
+    assert parse(ChatCompletionRequest, tools=TOOLS, tool_choice="none", regex="a").form is not None
+
+
+@pytest.mark.parametrize("value", [0, True, "", "raw", [], {}])
+def test_a_reasoning_format_is_a_known_one(value):
+    body = {**BASE[ChatCompletionRequest], "reasoning_format": value}
+    refused(ChatCompletionRequest, body, "reasoning_format", "'auto', 'deepseek' or 'none'")
+    assert parse(ChatCompletionRequest).shows_reasoning
+    assert parse(ChatCompletionRequest, reasoning_format="deepseek").shows_reasoning
+    assert not parse(ChatCompletionRequest, reasoning_format="none").shows_reasoning
 
 
 # Prompts

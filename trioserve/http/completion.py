@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from quart import Response
 
 from trioserve.config import Config
-from trioserve.engine.base import Likelihood
 from trioserve.http import render
+from trioserve.http.answers import renderer
 from trioserve.http.exchange import Exchange
 from trioserve.http.requests import Body, batch_request
 from trioserve.http.sse import DONE, EventStream, Source, frame
@@ -36,9 +36,8 @@ async def answer(
     """Admit what a body asks for and answer it. Everything it holds is freed with the exchange."""
     generation = await service.start(batch_request(body, exchange.request_id), exchange.resources)
     if not body.stream:
-        return await _in_one_piece(generation, shape)
-    with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return stream_response(service.config, _Chunks(generation, shape, with_usage=with_usage))
+        return await _in_one_piece(generation, body, shape)
+    return stream_response(service.config, _Chunks(generation, body, shape))
 
 
 def stream_response(config: Config, source: Source, ending: bytes = DONE) -> Response:
@@ -58,10 +57,10 @@ def stream_response(config: Config, source: Source, ending: bytes = DONE) -> Res
     return response
 
 
-async def _in_one_piece(generation: Generation, shape: render.Shape) -> Response:
+async def _in_one_piece(generation: Generation, body: Body, shape: render.Shape) -> Response:
     answers = await collect(generation)
     choices = [
-        shape.choice("".join(part.text for part in parts), done.finish_reason.value, index, likelihoods_of(parts))
+        renderer(body, generation, index).whole(parts, done.finish_reason.value)
         for index, (parts, done) in sorted(answers.items())
     ]
     usage = sum((counted(done, generation.choices) for _, done in answers.values()), start=Usage(0, 0))
@@ -92,20 +91,16 @@ def counted(done: Done, choices: int) -> Usage:
     return usage if done.index % choices == 0 else Usage(0, usage.completion_tokens)
 
 
-def likelihoods_of(parts: Iterable[TextDelta]) -> list[Likelihood]:
-    """Of all tokens of an answer."""
-    return [likelihood for part in parts for likelihood in part.likelihoods]
-
-
 class _Chunks:
     """Turns parts into chunks. What has piled up is sent in one go, each part still in a chunk of its own."""
 
-    def __init__(self, generation: Generation, shape: render.Shape, *, with_usage: bool) -> None:
+    def __init__(self, generation: Generation, body: Body, shape: render.Shape) -> None:
         self._generation = generation
         self._shape = shape
-        self._with_usage = with_usage
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._usage = Usage(0, 0)
         self._open = generation.prompts
+        self._answers = [renderer(body, generation, index) for index in range(self._open)]
         self._envelope = render.envelope(shape, generation, shape.chunk)
         self._opened = False
 
@@ -115,13 +110,19 @@ class _Chunks:
             openings = [self._shape.opening(index) for index in range(self._open)]
             if frames := b"".join(self._frame([opening]) for opening in openings if opening is not None):
                 return frames
-        return b"".join([frame for part in await self._generation.next_parts() for frame in self._frames(part)])
+        while parts := await self._generation.next_parts():
+            # Empty where all of the text is held back, and that would be the end.
+            if frames := b"".join([frame for part in parts for frame in self._frames(part)]):
+                return frames
+        return b""
 
     def _frames(self, part: Part) -> Iterator[bytes]:
         if isinstance(part, TextDelta):
-            yield self._frame([self._shape.piece(part.text, part.index, part.likelihoods)])
+            for piece in self._answers[part.index].pieces(part):
+                yield self._frame([piece])
         elif isinstance(part, Done):
-            yield self._frame([self._shape.ending(part.finish_reason.value, part.index)])
+            for piece in self._answers[part.index].ending(part.finish_reason.value):
+                yield self._frame([piece])
             self._usage += counted(part, self._generation.choices)
             self._open -= 1
             if self._with_usage and not self._open:

@@ -118,15 +118,27 @@ class ChatShape:
         """More text."""
         return _choice(index, {"delta": {"content": text}}, cls._logprobs(likelihoods))
 
+    @classmethod
+    def delta(cls, fields: Mapping[str, Any], index: int, likelihoods: Sequence[Likelihood] = ()) -> dict[str, Any]:
+        """More of anything."""
+        return _choice(index, {"delta": fields}, cls._logprobs(likelihoods))
+
     @staticmethod
     def ending(reason: str, index: int) -> dict[str, Any]:
         """The end of the text."""
         return _choice(index, {"delta": {}}, reason=reason)
 
     @classmethod
-    def choice(cls, text: str, reason: str, index: int, likelihoods: Sequence[Likelihood] = ()) -> dict[str, Any]:
-        """The whole answer."""
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def choice(
+        cls,
+        text: str | None,
+        reason: str,
+        index: int,
+        likelihoods: Sequence[Likelihood] = (),
+        more: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The whole answer; ``more`` are further fields of its message."""
+        message = {"role": "assistant", "content": text, "refusal": None, **(more or {})}
         return _choice(index, {"message": message}, cls._logprobs(likelihoods), reason)
 
     @staticmethod

@@ -21,12 +21,16 @@ class Generation:
         begun: the request. Prompts that could not be honoured are told first.
         all_or_nothing: an answer that fails ends all of them, with its error. Otherwise it is a part among the others.
         choices: how many answers in a row are to the same prompt.
+
+    Attributes:
+        expected: how to read the answers to conversations, by index.
     """
 
     def __init__(self, begun: Begun, *, all_or_nothing: bool = True, choices: int = 1) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.model = begun.model
+        self.expected = begun.prepared.expected
         self._job = begun.job
         self._answers = _answers(begun)
         self._refused: list[Part] = list(begun.prepared.refused)

@@ -5,13 +5,21 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import trio
 
-from trioserve.chat import ChatTemplate, default_template, normalise_messages, render_prompt
+from trioserve.chat import ChatTemplate, Expected, ToolUse, default_template, normalise_messages, render_chat
 from trioserve.config import ModelConfig
-from trioserve.engine.base import Constraint, ConstraintError, EmbeddingInput, SequenceRequest, Weights, Work
+from trioserve.engine.base import (
+    Constraint,
+    ConstraintError,
+    ConstraintKind,
+    EmbeddingInput,
+    SequenceRequest,
+    Weights,
+    Work,
+)
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError, WrongTaskError
 from trioserve.runtime.pool import Pool
@@ -43,11 +51,13 @@ class Prepared:
         pool: whose tokenizer and limits it was made with.
         sequences: what can be honoured, by its place in the request.
         refused: the others.
+        expected: how to read the answers to conversations, by their place in the request.
     """
 
     pool: Pool
     sequences: Mapping[int, Work]
     refused: Sequence[Failure]
+    expected: Mapping[int, Expected] = field(default_factory=dict)
 
     @property
     def reused_prompt(self) -> Sequence[int]:
@@ -110,9 +120,11 @@ def _prepare(pool: Pool, request: Request, check_cancelled: Callable[[], None]) 
 def _prepare_all(pool: Pool, request: BatchRequest, check_cancelled: Callable[[], None]) -> Prepared:
     """See ``Preparer.prepare``."""
     sequences: dict[int, SequenceRequest] = {}
+    expected: dict[int, Expected] = {}
     refused: list[Failure] = []
     forms = _Forms()
     before: GenerationRequest | None = None
+    reading: Expected | None = None
     for index, item in enumerate(request.items):
         check_cancelled()
         try:
@@ -122,8 +134,9 @@ def _prepare_all(pool: Pool, request: BatchRequest, check_cancelled: Callable[[]
             if before is not None and item.prompt is before.prompt:  # another choice of the same prompt
                 sequences[index] = replace(sequences[index - 1], sampling=item.sampling)
             else:
-                sequences[index] = prepare(pool, item)
+                sequences[index], reading = prepare(pool, item)
                 before = item
+            expected |= {} if reading is None else {index: reading}
         except TrioserveError as error:
             before = None
             if request.all_or_nothing:
@@ -131,7 +144,7 @@ def _prepare_all(pool: Pool, request: BatchRequest, check_cancelled: Callable[[]
             refused.append(Failure(error, index))
     if len(sequences) > 1:
         sequences = {index: replace(sequence, reuse=False) for index, sequence in sequences.items()}
-    return Prepared(pool, sequences, refused)
+    return Prepared(pool, sequences, refused, expected)
 
 
 class _Forms:
@@ -194,8 +207,11 @@ def _check_input(tokens: int, pool: Pool, name: str, *, at_least: bool = False) 
         )
 
 
-def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
+def prepare(pool: Pool, request: GenerationRequest) -> tuple[SequenceRequest, Expected | None]:
     """Render, tokenise and check a prompt. Reads the pool's weights only.
+
+    Returns:
+        What the engine takes, and how to read the answer to a conversation.
 
     Raises:
         ContextLengthError: it does not fit.
@@ -203,20 +219,21 @@ def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
         InvalidRequestError: it is empty or has impossible tokens.
     """
     _check_length(_least_tokens(pool, request.prompt), pool, request, at_least=True)
-    prompt = _tokens(pool, request)
+    prompt, expected = _tokens(pool, request)
     _check_length(len(prompt), pool, request)
     _check_biases(request.sampling, pool.weights.vocab_size)
-    _check_constraint(request, pool.weights)
-    return SequenceRequest(
+    constraint = _constraint(pool, request, expected)
+    sequence = SequenceRequest(
         prompt=prompt,
         max_tokens=request.max_tokens or pool.n_ctx,
         sampling=request.sampling,
         stops=request.stops,
         ignore_eos=request.ignore_eos,
         logprobs=request.logprobs,
-        constraint=request.constraint,
+        constraint=constraint,
         reuse=request.cache_prompt and pool.config.cache_prompt,
     )
+    return sequence, expected
 
 
 def _least_tokens(pool: Pool, prompt: Prompt) -> int:
@@ -224,6 +241,7 @@ def _least_tokens(pool: Pool, prompt: Prompt) -> int:
     if isinstance(prompt, TokenPrompt):
         return len(prompt.tokens)
     messages = prompt.messages if isinstance(prompt, ChatPrompt) else ()
+    # Without those of tools, which have a bound of their own.
     characters = sum(len(str(message.get("content"))) for message in messages)
     if isinstance(prompt, TextPrompt):
         characters = len(prompt.text)
@@ -242,18 +260,18 @@ def _check_length(tokens: int, pool: Pool, request: GenerationRequest, *, at_lea
         )
 
 
-def _tokens(pool: Pool, request: GenerationRequest) -> list[int]:
-    weights, prompt = pool.weights, request.prompt
+def _tokens(pool: Pool, request: GenerationRequest) -> tuple[list[int], Expected | None]:
+    weights, prompt, expected = pool.weights, request.prompt, None
     if isinstance(prompt, TokenPrompt):
         tokens = _checked_tokens(prompt, weights.vocab_size, "prompt")
     elif isinstance(prompt, ChatPrompt):
-        text = render_prompt(_template(pool), normalise_messages(prompt.messages))
+        text, expected = render_chat(_template(pool), normalise_messages(prompt.messages), prompt.tools)
         # Templates often begin with the beginning-of-sequence token themselves; the model shall see it once.
         add_bos = not (weights.bos_text and text.startswith(weights.bos_text))
         tokens = weights.tokenize(text, special=True, add_bos=add_bos)
     else:
         tokens = weights.tokenize(prompt.text, special=True, add_bos=True)
-    return tokens or _empty_prompt(weights, request)
+    return tokens or _empty_prompt(weights, request), expected
 
 
 def _empty_prompt(weights: Weights, request: GenerationRequest) -> list[int]:
@@ -285,14 +303,31 @@ def _check_biases(sampling: Sampling, vocab_size: int) -> None:
             )
 
 
-def _check_constraint(request: GenerationRequest, weights: Weights) -> None:
-    if request.constraint is None:
-        return
+def _constraint(pool: Pool, request: GenerationRequest, expected: Expected | None) -> Constraint | None:
+    """The form of the answer, which can be followed: that of calls, or the one that was asked for."""
+    if expected is not None and (grammar := expected.grammar(_template(pool).source)) is not None:
+        constraint, name = Constraint(ConstraintKind.LARK, grammar), "tools"
+    elif request.constraint is not None:
+        constraint, name = request.constraint, request.constraint_field
+    else:
+        return None
     try:
-        weights.check_constraint(request.constraint)
+        pool.weights.check_constraint(constraint)
     except ConstraintError as error:
-        name = request.constraint_field
+        if expected is not None and expected.use is not None:
+            _check_parameters(expected.use, pool.weights)
         raise InvalidRequestError(f"{name} can't be honoured: {error}", param=name) from None
+    return constraint
+
+
+def _check_parameters(use: ToolUse, weights: Weights) -> None:
+    """Say which tool it is whose parameters can't be followed."""
+    for index, tool in enumerate(use.tools):
+        try:
+            weights.check_constraint(Constraint(ConstraintKind.JSON_SCHEMA, tool.schema))
+        except ConstraintError as error:
+            name = f"tools[{index}].function.parameters"
+            raise InvalidRequestError(f"{name} can't be honoured: {error}", param=name) from None
 
 
 def _template(pool: Pool) -> ChatTemplate:
@@ -317,8 +352,13 @@ def _is_short(request: Request) -> bool:
 
 def _has_constraint(request: Request) -> bool:
     return isinstance(request, BatchRequest) and any(
-        isinstance(item, GenerationRequest) and item.constraint is not None for item in request.items
+        isinstance(item, GenerationRequest) and (item.constraint is not None or _has_tools(item.prompt))
+        for item in request.items
     )
+
+
+def _has_tools(prompt: Prompt) -> bool:
+    return isinstance(prompt, ChatPrompt) and prompt.tools is not None
 
 
 def _size(prompt: Prompt) -> int:
@@ -326,5 +366,6 @@ def _size(prompt: Prompt) -> int:
     if isinstance(prompt, TokenPrompt):
         return len(prompt.tokens)
     if isinstance(prompt, ChatPrompt):
+        # Tools always go to a thread; see _has_constraint.
         return sum(len(str(message.get("content"))) + 32 for message in prompt.messages)
     return len(prompt.text)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from trioserve.chat.tools import ToolUse
 from trioserve.engine.base import Constraint, Task
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import TrioserveError
@@ -13,9 +14,15 @@ from trioserve.errors import TrioserveError
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation that the model's chat template turns into text. Each message has a ``role`` and ``content``."""
+    """A conversation that the model's chat template turns into text.
+
+    Attributes:
+        messages: each has a ``role`` and ``content``.
+        tools: that the answer may call.
+    """
 
     messages: Sequence[Mapping[str, object]]
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

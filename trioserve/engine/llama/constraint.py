@@ -29,6 +29,7 @@ _BITS = 32
 # llguidance compiles by recursion, some kilobytes for each reference of a chain, and an overflow ends the process: room
 # for a source of a megabyte that is nothing but such a chain. Only what is used of it takes memory.
 _DEEP_STACK = 512 * 1024 * 1024
+_LAYOUT_OPTIONS = {"whitespace_flexible", "item_separator", "key_separator"}
 _OWN_OPTIONS = "x-guidance"  # where a schema could tell llguidance to ignore what it can't honour
 # Between the parts of JSON: enough to lay it out, too little to go on for ever, as small models do where they may.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}
@@ -171,11 +172,12 @@ def _grammar(constraint: Constraint) -> str:
 
 
 def _plain(source: str) -> str:
-    """A schema as llguidance takes it: an object, and without options of llguidance's own."""
+    """A schema as llguidance takes it: an object, with no options of llguidance's own but those of layout."""
     schema = json.loads(source)
     if isinstance(schema, bool):
         return "{}" if schema else '{"enum":[]}'
-    if _OWN_OPTIONS in schema:
+    options = schema.get(_OWN_OPTIONS, {})
+    if not (isinstance(options, dict) and options.keys() <= _LAYOUT_OPTIONS):
         raise ConstraintError(f"Unimplemented keys: {_OWN_OPTIONS}")
     return source
 
