@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import uuid
@@ -171,10 +172,15 @@ class Exchange:
             nursery.cancel_scope.cancel()
 
     async def give_up(self, error: TrioserveError) -> None:
-        """Tell the client how its request ended when the application can't any more, also in a cancelled task."""
+        """Tell the client how its request ended when the application can't any more, also in a cancelled task.
+
+        One that takes nothing is not told: the server wants this task to end.
+        """
         if self.finished:
             return
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _FAREWELL_SECONDS):
+        self._send_timeout = min(self._send_timeout, _FAREWELL_SECONDS)  # that of the last message stands for itself
+        farewell = trio.CancelScope(shield=True, deadline=trio.current_time() + _FAREWELL_SECONDS)
+        with farewell, contextlib.suppress(ClientStalledError):
             if not self.started:
                 await self.refuse(error)
             else:
