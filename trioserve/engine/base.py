@@ -217,12 +217,14 @@ class Finished:
         reason: why.
         text: what was still held back.
         cached: tokens of its prompt that the session had kept of an earlier sequence.
+        stop: the stop string that ended it, where one did.
     """
 
     sequence: int
     reason: FinishReason
     text: str = ""
     cached: int = 0
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

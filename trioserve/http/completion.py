@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from quart import Response
 
 from trioserve.config import Config
+from trioserve.errors import TrioserveError
 from trioserve.http import render
 from trioserve.http.answers import renderer
 from trioserve.http.exchange import Exchange
 from trioserve.http.requests import Body, batch_request
-from trioserve.http.sse import DONE, EventStream, Source, frame
+from trioserve.http.sse import DONE, PING, EventStream, Source, error_frame, frame
 from trioserve.service import (
     Done,
     Generation,
@@ -40,16 +41,25 @@ async def answer(
     return stream_response(service.config, _Chunks(generation, body, shape))
 
 
-def stream_response(config: Config, source: Source, ending: bytes = DONE) -> Response:
+def stream_response(
+    config: Config,
+    source: Source,
+    ending: bytes = DONE,
+    *,
+    ping: bytes = PING,
+    tell: Callable[[TrioserveError], bytes] = error_frame,
+) -> Response:
     """Answer with server-sent events.
 
     Arguments:
         config: of the server.
         source: of the frames.
         ending: what the stream ends with.
+        ping: what is sent in silence.
+        tell: makes the event of an error.
     """
     silence = config.sse_ping_interval_ms / 1000 or math.inf
-    response = Response(EventStream(source, silence, ending))
+    response = Response(EventStream(source, silence, ending, ping=ping, tell=tell))
     response.timeout = None  # Quart would cut longer streams at its RESPONSE_TIMEOUT, silently
     response.headers["content-type"] = "text/event-stream; charset=utf-8"
     response.headers["cache-control"] = "no-store"
@@ -89,6 +99,12 @@ def counted(done: Done, choices: int) -> Usage:
     """What an answer adds to the usage of its request: of several choices the first one counts the prompt."""
     usage = done.usage
     return usage if done.index % choices == 0 else Usage(0, usage.completion_tokens)
+
+
+async def collect_one(generation: Generation) -> tuple[str, Done]:
+    """Wait for the only answer of a generation: its text and its end."""
+    ((parts, done),) = (await collect(generation)).values()
+    return "".join(part.text for part in parts), done
 
 
 class _Chunks:

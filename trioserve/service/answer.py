@@ -58,7 +58,7 @@ class Answer:
             usage = Usage(self.prompt_tokens, self.completion_tokens, event.cached)
             # What was held back to the end is told, unless it was a stop string.
             rest = self._text(event.text) if event.text or self._cut_off(event) else []
-            return [*rest, Done(event.reason, usage, self._timings(), self.index)]
+            return [*rest, Done(event.reason, usage, self._timings(), self.index, event.stop)]
         if isinstance(event, Failed):
             return [Failure(failure(event), self.index)]
         raise failure(event)

@@ -96,6 +96,15 @@ class Preparer:
             self._compiled_for.add(pool)
         return prepared
 
+    async def count(self, pool: Pool, request: GenerationRequest) -> int:
+        """Count the tokens of a prompt, whether or not it fits.
+
+        Raises:
+            InvalidRequestError: it can't be turned into tokens, or is far too long to be.
+        """
+        with pool.reading():
+            return await trio.to_thread.run_sync(_count, pool, request, limiter=self._limiter)
+
 
 def check_task(config: ModelConfig, request: Request) -> None:
     """See that a model is for what a request asks for.
@@ -236,6 +245,13 @@ def prepare(pool: Pool, request: GenerationRequest) -> tuple[SequenceRequest, Ex
     return sequence, expected
 
 
+def _count(pool: Pool, request: GenerationRequest) -> int:
+    """See ``Preparer.count``. A text that takes long to tokenise has to fit: counts are for prompts that are meant."""
+    if _size(request.prompt) > _TOKENISED_CHARACTERS:
+        _check_length(_least_tokens(pool, request.prompt), pool, request, at_least=True)
+    return len(_tokens(pool, request)[0])
+
+
 def _least_tokens(pool: Pool, prompt: Prompt) -> int:
     """How many tokens a prompt has at the least, told without a tokenizer: those of megabytes take it minutes."""
     if isinstance(prompt, TokenPrompt):
@@ -342,7 +358,7 @@ def _compiled(source: str, bos_token: str, eos_token: str) -> ChatTemplate:
 
 
 def _field(request: GenerationRequest) -> str:
-    return "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+    return request.prompt_field or ("messages" if isinstance(request.prompt, ChatPrompt) else "prompt")
 
 
 def _is_short(request: Request) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -139,6 +139,29 @@ class Service:
         """Admit a request for vectors and let a slot begin to compute them; see ``start`` for arguments and errors."""
         return Embedding(await self._begin(request, resources))
 
+    async def count_tokens(self, request: GenerationRequest, resources: ExitStack) -> int:
+        """Count the tokens of a prompt as the model takes it, without a slot where the model is loaded.
+
+        Arguments and errors are those of ``start``; a prompt that does not fit is counted all the same.
+        """
+        self.check_accepting()
+        model = self._find(request.model)
+        check_task(model.config, BatchRequest.of(request))
+        if model.pool is not None:
+            return await self._preparer.count(model.pool, request)
+        record = self._enter(request.request_id, model, resources)
+        with _recorded(record):
+            lease = await model.admit(
+                effective_wait(self.config.busy_timeout_ms, model.config.busy_timeout_ms, request.busy_timeout_ms)
+            )
+            resources.callback(lease.release)
+            record.advance(RequestEvent.ADMITTED)
+            pool = await lease.ready()
+            record.advance(RequestEvent.STARTED)
+            count = await self._preparer.count(pool, request)
+            record.advance(RequestEvent.FINISHED)
+            return count
+
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest | BatchRequest) -> AsyncIterator[Generation]:
         """Admit a request and hold its slot for the length of the block; see ``start`` for the errors."""
@@ -223,22 +246,24 @@ class Service:
     async def _begin(self, request: Request, resources: ExitStack) -> Begun:
         """Prepare and enter a request, get it a slot, and let that begin; see ``start``."""
         self.check_accepting()
-        model = self.registry.find(request.model)
-        if (origin := current_origin()) is not None:
-            origin.model = model.id
+        model = self._find(request.model)
         prepared = await self._prepare_early(model, request)
         self.check_accepting()  # once more: a drain that has begun meanwhile does not know of this request
-        record = self._ledger.open(request.request_id, model.id, model.id)
+        record = self._enter(request.request_id, model, resources)
+        with _recorded(record):
+            return await self._run(model, request, prepared, record, resources)
+
+    def _find(self, name: str | None) -> Model:
+        model = self.registry.find(name)
+        if (origin := current_origin()) is not None:
+            origin.model = model.id
+        return model
+
+    def _enter(self, request_id: str, model: Model, resources: ExitStack) -> Record:
+        record = self._ledger.open(request_id, model.id, model.id)
         resources.callback(record.close)
         record.on_abandon(resources.close)
-        try:
-            with record.scope:
-                return await self._run(model, request, prepared, record, resources)
-            raise ShuttingDownError("the server is shutting down")
-        except Exception as error:
-            # Something unforeseen is a failure too: without this it would pass for a client that left.
-            record.fail(error if isinstance(error, TrioserveError) else EngineError("the request failed"))
-            raise
+        return record
 
     async def _prepare_early(self, model: Model, request: Request) -> Prepared | None:
         """Check prompts before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""
@@ -308,6 +333,20 @@ class Service:
         with trio.move_on_after(CUT_GRACE):
             await self._ledger.wait_idle()
         self._ledger.abandon()
+
+
+@contextlib.contextmanager
+def _recorded(record: Record) -> Iterator[None]:
+    """Let a request be cut off within the block, and have its failure recorded."""
+    try:
+        with record.scope:
+            yield
+            return
+        raise ShuttingDownError("the server is shutting down")
+    except Exception as error:
+        # Something unforeseen is a failure too: without this it would pass for a client that left.
+        record.fail(error if isinstance(error, TrioserveError) else EngineError("the request failed"))
+        raise
 
 
 @contextlib.asynccontextmanager

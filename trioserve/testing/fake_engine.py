@@ -200,7 +200,7 @@ class _Answer:
 
     def _finished(self, reason: FinishReason) -> Finished:
         self.ended = True
-        return Finished(self._number, reason, "" if self._assembler.stopped else self._assembler.flush())
+        return Finished(self._number, reason, self._assembler.flush(), stop=self._assembler.stop)
 
 
 class _Vector:

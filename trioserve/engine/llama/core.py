@@ -247,7 +247,7 @@ class DecodeCore:
         live.room -= 1
         events.append(Token(live.number, token, live.assembler.feed(self._vocabulary.piece(token)), likelihood))
         if live.assembler.stopped:
-            events.append(Finished(live.number, FinishReason.STOP, cached=live.cached))
+            events.append(Finished(live.number, FinishReason.STOP, cached=live.cached, stop=live.assembler.stop))
         elif live.sampler.complete:
             events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush(), live.cached))
         elif live.room == 0:

@@ -56,6 +56,24 @@ def parse_constraint(fields: Mapping[str, object]) -> tuple[str, Constraint] | N
     return found[0] if found else None
 
 
+def parse_text_format(value: object, name: str) -> Constraint | None:
+    """Read the ``text.format`` of OpenAI's responses, which has its schema in itself.
+
+    Arguments:
+        value: of the field.
+        name: of the field, for errors.
+
+    Returns:
+        None where the answer is free.
+
+    Raises:
+        InvalidRequestError: it is wrong.
+    """
+    if isinstance(value, Mapping) and value.get("type") == "json_schema":
+        return _schema(value.get("schema"), f"{name}.schema")
+    return _response_format(value, name)
+
+
 def _response_format(value: object, name: str) -> Constraint | None:
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{name}: must be an object", param=name)
