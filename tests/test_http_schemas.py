@@ -93,7 +93,7 @@ def schemas_of(name):
 
 def test_the_tables_here_cover_every_field():
     assert FIELDS | {"messages", "logprobs"} == set(ChatCompletionRequest.model_fields)
-    assert (FIELDS - CHAT_ONLY) | {"prompt", "logprobs"} == set(CompletionRequest.model_fields)
+    assert (FIELDS - CHAT_ONLY) | {"prompt", "logprobs", "suffix", "echo"} == set(CompletionRequest.model_fields)
     assert set(GenerationFields.model_fields) == FIELDS - CHAT_ONLY
 
 
@@ -566,14 +566,10 @@ UNSUPPORTED_CHAT = {
     "web_search_options": ([], [{}]),
     "reasoning_effort": (["none"], ["low", "high"]),
 }
-UNSUPPORTED_COMPLETION = {
-    "echo": ([False], [True, 0]),
-    "suffix": ([""], ["the end"]),
-}
 
 
 def unsupported(schema):
-    return UNSUPPORTED | (UNSUPPORTED_CHAT if schema is ChatCompletionRequest else UNSUPPORTED_COMPLETION)
+    return UNSUPPORTED | (UNSUPPORTED_CHAT if schema is ChatCompletionRequest else {})
 
 
 @BOTH

@@ -6,7 +6,18 @@ from quart_trio import QuartTrio
 
 from trioserve.http import error_handlers
 from trioserve.http.guard import Guard
-from trioserve.http.routes import chat, completions, embeddings, health, management, metrics, models, openapi, tasks
+from trioserve.http.routes import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    management,
+    metrics,
+    models,
+    openapi,
+    tasks,
+    text,
+)
 from trioserve.http.routing import RouteNames
 from trioserve.service import Service
 
@@ -26,6 +37,6 @@ def create_app(service: Service) -> Guard:
     app.config["RESPONSE_TIMEOUT"] = None
     app.url_map.strict_slashes = app.url_map.merge_slashes = False  # both would answer with redirects
     error_handlers.register(app, service.config.max_request_body_bytes)
-    for routes in (chat, completions, embeddings, tasks, models, management, health, metrics, openapi):
+    for routes in (chat, completions, embeddings, tasks, text, models, management, health, metrics, openapi):
         routes.register(app, service)
     return Guard(app, service, RouteNames(app.url_map))

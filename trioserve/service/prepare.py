@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
 from trioserve.chat import ChatTemplate, default_template, normalise_messages, render_prompt
 from trioserve.config import ModelConfig
-from trioserve.engine.base import ConstraintError, EmbeddingInput, SequenceRequest, Weights, Work
+from trioserve.engine.base import ConstraintError, EmbeddingInput, SequenceRequest, Task, Weights, Work
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError, WrongTaskError
 from trioserve.runtime.pool import Pool
@@ -41,11 +41,13 @@ class Prepared:
         pool: whose tokenizer and limits it was made with.
         sequences: what can be honoured, by its place in the request.
         refused: the others.
+        echoes: texts of the prompts that are to be told before their answers, by place.
     """
 
     pool: Pool
     sequences: Mapping[int, Work]
     refused: Sequence[Failure]
+    echoes: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def reused_prompt(self) -> Sequence[int]:
@@ -69,7 +71,7 @@ class Preparer:
             WrongTaskError: the model is for something else.
             InvalidRequestError: one can't be honoured, and the request is for all or nothing.
         """
-        check_task(pool.config, request)
+        check_task(pool.config, request.task)
         has_chat = any(isinstance(prompt, ChatPrompt) for prompt in prompts_of(request))
         # Compiling a large template takes too long for the event loop.
         if _is_short(request) and (not has_chat or pool in self._compiled_for):
@@ -81,15 +83,15 @@ class Preparer:
         return prepared
 
 
-def check_task(config: ModelConfig, request: Request) -> None:
+def check_task(config: ModelConfig, task: Task) -> None:
     """See that a model is for what a request asks for.
 
     Raises:
         WrongTaskError: it isn't.
     """
-    if config.task != request.task:
+    if config.task != task:
         raise WrongTaskError(
-            f"the model {config.id!r} has task = {config.task!r}, but this is a request to {request.task}",
+            f"the model {config.id!r} has task = {config.task!r}, but this is a request to {task}",
             param="model",
         )
 
@@ -102,17 +104,20 @@ def _prepare(pool: Pool, request: Request) -> Prepared:
 def _prepare_all(pool: Pool, request: BatchRequest) -> Prepared:
     """See ``Preparer.prepare``."""
     sequences: dict[int, SequenceRequest] = {}
+    echoes: dict[int, str] = {}
     refused: list[Failure] = []
     for index, item in enumerate(request.items):
         try:
             if isinstance(item, TrioserveError):
                 raise item
             sequences[index] = prepare(pool, item)
+            if item.echo and (text := _text(pool, item.prompt)):
+                echoes[index] = text
         except TrioserveError as error:
             if request.all_or_nothing:
                 raise _placed(error, index, len(request.items)) from None
             refused.append(Failure(error, index))
-    return Prepared(pool, sequences, refused)
+    return Prepared(pool, sequences, refused, echoes)
 
 
 def _placed(error: TrioserveError, index: int, items: int) -> TrioserveError:
@@ -137,7 +142,7 @@ def _prepare_inputs(pool: Pool, request: EmbeddingRequest) -> Prepared:
 def _input_tokens(pool: Pool, prompt: TextPrompt | TokenPrompt, name: str) -> list[int]:
     _check_input(_least_tokens(pool, prompt), pool, name, at_least=isinstance(prompt, TextPrompt))
     if isinstance(prompt, TokenPrompt):
-        return _checked_tokens(prompt, pool.weights.vocab_size, name)
+        return checked_tokens(prompt, pool.weights.vocab_size, name)
     tokens = pool.weights.tokenize(prompt.text, special=True, add_bos=True)
     _check_input(len(tokens), pool, name)
     if not tokens:
@@ -161,8 +166,11 @@ def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
         ChatTemplateError: the model's template refused it.
         InvalidRequestError: it is empty or has impossible tokens.
     """
-    _check_length(_least_tokens(pool, request.prompt), pool, request, at_least=True)
-    prompt = _tokens(pool, request)
+    least = _least_tokens(pool, request.prompt)
+    if request.suffix:
+        least += _least_tokens(pool, TextPrompt(request.suffix))
+    _check_length(least, pool, request, at_least=True)
+    prompt = _with_suffix(pool, request) if request.suffix else _tokens(pool, request)
     _check_length(len(prompt), pool, request)
     _check_biases(request.sampling, pool.weights.vocab_size)
     _check_constraint(request, pool.weights)
@@ -204,15 +212,58 @@ def _check_length(tokens: int, pool: Pool, request: GenerationRequest, *, at_lea
 def _tokens(pool: Pool, request: GenerationRequest) -> list[int]:
     weights, prompt = pool.weights, request.prompt
     if isinstance(prompt, TokenPrompt):
-        tokens = _checked_tokens(prompt, weights.vocab_size, "prompt")
+        tokens = checked_tokens(prompt, weights.vocab_size, "prompt")
     elif isinstance(prompt, ChatPrompt):
-        text = render_prompt(_template(pool), normalise_messages(prompt.messages))
-        # Templates often begin with the beginning-of-sequence token themselves; the model shall see it once.
-        add_bos = not (weights.bos_text and text.startswith(weights.bos_text))
-        tokens = weights.tokenize(text, special=True, add_bos=add_bos)
+        tokens = tokenize_chat(pool, render_chat(pool, prompt.messages))
     else:
         tokens = weights.tokenize(prompt.text, special=True, add_bos=True)
     return tokens or _empty_prompt(weights, request)
+
+
+def _with_suffix(pool: Pool, request: GenerationRequest) -> list[int]:
+    """The prompt for an answer that stands between two texts. What looks like a special token in them is none."""
+    weights, prompt = pool.weights, request.prompt
+    if weights.gap is None:
+        raise InvalidRequestError(
+            "suffix: this model has no tokens for filling a gap, so no text can follow its answer", param="suffix"
+        )
+    if isinstance(prompt, TokenPrompt):
+        before = checked_tokens(prompt, weights.vocab_size, "prompt")
+    else:
+        assert isinstance(prompt, TextPrompt), "conversations have no suffix"
+        before = weights.tokenize(prompt.text, special=False, add_bos=False)
+    after = weights.tokenize(request.suffix, special=False, add_bos=False)
+    first = [token for token in weights.tokenize("", special=False, add_bos=True) if token == weights.bos][:1]
+    return [*first, weights.gap.prefix, *before, weights.gap.suffix, *after, weights.gap.middle]
+
+
+def _text(pool: Pool, prompt: Prompt) -> str:
+    """A prompt that could be prepared, as text."""
+    if isinstance(prompt, TokenPrompt):
+        return text_of(pool.weights, prompt.tokens)
+    return prompt.text if isinstance(prompt, TextPrompt) else ""
+
+
+def text_of(weights: Weights, tokens: Sequence[int]) -> str:
+    """The text of tokens, special ones included. What is no UTF-8 is replaced."""
+    pieces = {token: weights.piece(token) for token in set(tokens)}
+    return b"".join([pieces[token] for token in tokens]).decode("utf-8", "replace")
+
+
+def render_chat(pool: Pool, messages: Sequence[Mapping[str, object]]) -> str:
+    """The prompt that the model's chat template makes of a conversation.
+
+    Raises:
+        ChatTemplateError: it refused the messages.
+    """
+    return render_prompt(_template(pool), normalise_messages(messages))
+
+
+def tokenize_chat(pool: Pool, text: str) -> list[int]:
+    """The tokens of what ``render_chat`` made."""
+    # Templates often begin with the beginning-of-sequence token themselves; the model shall see it once.
+    bos_text = pool.weights.bos_text
+    return pool.weights.tokenize(text, special=True, add_bos=not (bos_text and text.startswith(bos_text)))
 
 
 def _empty_prompt(weights: Weights, request: GenerationRequest) -> list[int]:
@@ -225,7 +276,12 @@ def _empty_prompt(weights: Weights, request: GenerationRequest) -> list[int]:
     return [weights.bos]
 
 
-def _checked_tokens(prompt: TokenPrompt, vocab_size: int, name: str) -> list[int]:
+def checked_tokens(prompt: TokenPrompt, vocab_size: int, name: str) -> list[int]:
+    """The tokens of a prompt that the model has; ``name`` is the field that they come from.
+
+    Raises:
+        InvalidRequestError: one of them it has not.
+    """
     for index, token in enumerate(prompt.tokens):
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
@@ -271,13 +327,18 @@ def _field(request: GenerationRequest) -> str:
 
 def _is_short(request: Request) -> bool:
     # To compile a grammar may take a second.
-    return not _has_constraint(request) and sum(map(_size, prompts_of(request))) < _INLINE_CHARACTERS
+    suffixes = sum(len(item.suffix) for item in _items(request))
+    return not _has_constraint(request) and sum(map(_size, prompts_of(request))) + suffixes < _INLINE_CHARACTERS
 
 
 def _has_constraint(request: Request) -> bool:
-    return isinstance(request, BatchRequest) and any(
-        isinstance(item, GenerationRequest) and item.constraint is not None for item in request.items
-    )
+    return any(item.constraint is not None for item in _items(request))
+
+
+def _items(request: Request) -> Sequence[GenerationRequest]:
+    """What of a request is to be answered and could be read."""
+    items = request.items if isinstance(request, BatchRequest) else ()
+    return [item for item in items if isinstance(item, GenerationRequest)]
 
 
 def _size(prompt: Prompt) -> int:

@@ -246,6 +246,16 @@ class GenerationFields(Schema):
         return self.n or 1
 
     @property
+    def following(self) -> str:
+        """The text that follows the answer."""
+        return ""
+
+    @property
+    def echoed(self) -> bool:
+        """Whether the prompt is told before the answer."""
+        return False
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings as a tuple."""
         return tuple(self.stop or ())

@@ -303,6 +303,41 @@ class EmbeddingList(Answer):
     usage: EmbeddingUsage
 
 
+# -- texts and tokens
+
+
+class TokenPiece(Answer):
+    """One token with its text."""
+
+    id: int = Field(ge=0, description="Of the token.")
+    piece: str | list[int] = Field(description="Its text; its bytes where they are no whole characters.")
+
+
+class Tokenized(Answer):
+    """The tokens of a text."""
+
+    tokens: list[int] | list[TokenPiece] = Field(description="Ids, or with with_pieces ids and texts.")
+
+
+class DetokenizedText(Answer):
+    """The text of tokens."""
+
+    content: str = Field(description="Special tokens included.")
+
+
+class RenderedPrompt(Answer):
+    """The prompt of a conversation."""
+
+    prompt: str = Field(description="What the model's chat template makes of the messages.")
+
+
+class InputTokens(Answer):
+    """How long a prompt is."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int = Field(ge=0, description="Tokens of the prompt.")
+
+
 # -- models
 
 
