@@ -238,7 +238,10 @@ def conforms(reply, path, method, status):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("fields", [{}, {"stream_options": {"include_usage": True}}, {"max_tokens": 1}, {"n": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"stream_options": {"include_usage": True}}, {"max_tokens": 1}, {"n": 2}, {"timings_per_token": True}],
+)
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (COMPLETIONS, completion)])
 async def test_generations_are_as_described(path, body, stream, fields):
     async with running() as server:

@@ -54,7 +54,7 @@ NUMBERS = {
     "dry_base": (1, 10),
 }
 NEEDED = {"top_logprobs": {"logprobs": True}}  # fields that make sense beside others only
-BOOLS = ("stream", "ignore_eos", "cache_prompt")
+BOOLS = ("stream", "ignore_eos", "cache_prompt", "timings_per_token")
 NOT_INTEGERS = (True, False, "1", "", 1.5, 1.0, NAN, INF, -INF, [], [1], {}, {"a": 1})
 NOT_NUMBERS = (True, False, "1", "", [], [0.5], {}, {"a": 1})
 NOT_BOOLS = (0, 1, 1.0, "true", "", NAN, [], [True], {})

@@ -35,10 +35,12 @@ async def answer(
 ) -> Response:
     """Admit what a body asks for and answer it. Everything it holds is freed with the exchange."""
     generation = await service.start(batch_request(body, exchange.request_id), exchange.resources)
+    with_timings = bool(body.timings_per_token)
     if not body.stream:
-        return await _in_one_piece(generation, shape)
+        return await _in_one_piece(generation, shape, with_timings=with_timings)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return stream_response(service.config, _Chunks(generation, shape, with_usage=with_usage))
+    chunks = _Chunks(generation, shape, with_usage=with_usage, with_timings=with_timings)
+    return stream_response(service.config, chunks)
 
 
 def stream_response(config: Config, source: Source, ending: bytes = DONE) -> Response:
@@ -58,14 +60,15 @@ def stream_response(config: Config, source: Source, ending: bytes = DONE) -> Res
     return response
 
 
-async def _in_one_piece(generation: Generation, shape: render.Shape) -> Response:
+async def _in_one_piece(generation: Generation, shape: render.Shape, *, with_timings: bool) -> Response:
     answers = await collect(generation)
     choices = [
         shape.choice("".join(part.text for part in parts), done.finish_reason.value, index, likelihoods_of(parts))
         for index, (parts, done) in sorted(answers.items())
     ]
-    usage = sum((done.usage for _, done in answers.values()), start=Usage(0, 0))
-    return Response(render.dumps(render.whole(shape, generation, choices, usage)), content_type=_CONTENT_TYPE)
+    ends = [done for _, done in answers.values()]
+    body = render.whole(shape, generation, choices, ends, with_timings=with_timings)
+    return Response(render.dumps(body), content_type=_CONTENT_TYPE)
 
 
 async def collect(generation: Generation) -> dict[int, tuple[list[TextDelta], Done]]:
@@ -94,10 +97,11 @@ def likelihoods_of(parts: Iterable[TextDelta]) -> list[Likelihood]:
 class _Chunks:
     """Turns parts into chunks. What has piled up is sent in one go, each part still in a chunk of its own."""
 
-    def __init__(self, generation: Generation, shape: render.Shape, *, with_usage: bool) -> None:
+    def __init__(self, generation: Generation, shape: render.Shape, *, with_usage: bool, with_timings: bool) -> None:
         self._generation = generation
         self._shape = shape
         self._with_usage = with_usage
+        self._with_timings = with_timings
         self._usage = Usage(0, 0)
         self._open = generation.prompts
         self._envelope = render.envelope(shape, generation, shape.chunk)
@@ -115,7 +119,8 @@ class _Chunks:
         if isinstance(part, TextDelta):
             yield self._frame([self._shape.piece(part.text, part.index, part.likelihoods)])
         elif isinstance(part, Done):
-            yield self._frame([self._shape.ending(part.finish_reason.value, part.index)])
+            timings = render.timings([part]) if self._with_timings else None
+            yield self._frame([self._shape.ending(part.finish_reason.value, part.index)], timings=timings)
             self._usage += part.usage
             self._open -= 1
             if self._with_usage and not self._open:
@@ -123,8 +128,15 @@ class _Chunks:
         else:
             raise part.error
 
-    def _frame(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+    def _frame(
+        self,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None = None,
+        timings: dict[str, Any] | None = None,
+    ) -> bytes:
         chunk = {**self._envelope, "choices": choices}
+        if timings is not None:
+            chunk["timings"] = timings
         if self._with_usage:
             chunk["usage"] = usage
         return frame(render.dumps(chunk))

@@ -201,6 +201,7 @@ class GenerationFields(Schema):
         None, description="One or several strings that end the answer and don't appear in it."
     )
     ignore_eos: bool | None = Field(None, description="Never end the answer at the model's own wish.")
+    timings_per_token: bool | None = Field(None, description="Tell at the end of each answer where its time went.")
     cache_prompt: bool | None = Field(
         None, description="Reuse what the slot has kept of earlier prompts; false evaluates all of this one."
     )
