@@ -6,8 +6,10 @@ import threading
 
 import pytest
 from http_harness import CHAT, COMPLETIONS, assert_error, chat, completion, running, until
+from tiny_models import smollm2
 
 from trioserve.chat import CHATML_TEMPLATE
+from trioserve.engine.llama import LlamaEngine
 from trioserve.http import text
 from trioserve.service import reading
 from trioserve.testing import FakeEngine
@@ -230,3 +232,20 @@ async def test_a_template_that_refuses(path):
     async with running(models=[{"chat_template": "{{ raise_exception('no') }}"}]) as server:
         assert_error(await server.call(path, chat()), 400, "invalid_request_error", code="chat_template_error")
         assert_error(await server.call(path, {**chat(), "model": "nobody"}), 404, "model_not_found")
+
+
+# With a real model
+
+
+async def test_a_real_model_tells_what_it_would_be_asked():
+    body = chat("What is a lease?", max_tokens=1)
+    async with running(LlamaEngine(), models=[{"path": smollm2(), "n_ctx": 256, "lazy": True}]) as server:
+        assert good(await server.call(TOKENIZE, {"content": "A lease"})) == {"tokens": [49, 23745]}
+        assert good(await server.call(DETOKENIZE, {"tokens": [49, 23745, 2]})) == {"content": "A lease<|im_end|>"}
+        prompt = good(await server.call(TEMPLATE, body))["prompt"]
+        tokens = good(await server.call(TOKENIZE, {"content": prompt}))["tokens"]
+        counted = good(await server.call(INPUT_TOKENS, body))["input_tokens"]
+        echoed = good(await server.call(COMPLETIONS, completion(tokens, max_tokens=1, echo=True)))
+    assert prompt.endswith("What is a lease?<|im_end|>\n<|im_start|>assistant\n")
+    assert counted == len(tokens) == echoed["usage"]["prompt_tokens"] == 35
+    assert echoed["choices"][0]["text"].startswith(prompt)
