@@ -13,7 +13,7 @@ from trioserve.engine.llama import LlamaEngine
 from trioserve.http import text
 from trioserve.service import reading
 from trioserve.testing import FakeEngine
-from trioserve.testing.fake_engine import END, FakeWeights
+from trioserve.testing.fake_engine import END, FakeSession, FakeWeights
 
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 INPUT_TOKENS = "/v1/chat/completions/input_tokens"
@@ -162,15 +162,17 @@ async def test_a_model_that_embeds_has_tokens_and_no_conversations():
 
 
 async def test_weights_stay_until_they_are_read(monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
+    begun, go_on, closing, close = threading.Event(), threading.Event(), threading.Event(), FakeSession.close
+    early = []
 
     def tokenize(self, text, **how):
         begun.set()
         assert go_on.wait(20)
-        assert self.name not in self.engine.closed
+        early.append(closing.wait(0.3))  # nothing tells that something will not happen
         return [1]
 
     monkeypatch.setattr(FakeWeights, "tokenize", tokenize)
+    monkeypatch.setattr(FakeSession, "close", lambda self: closing.set() or close(self))
     async with running(management=True) as server, await server.connect() as first, await server.connect() as other:
         await first.send(*ALL[0])
         await until(begun.is_set)
@@ -179,7 +181,8 @@ async def test_weights_stay_until_they_are_read(monkeypatch):
         go_on.set()
         assert good(await first.reply()) == {"tokens": [1]}
         good(await other.reply())
-    assert server.engine.closed[-1] == "fake"
+    assert early == [False]
+    assert closing.is_set()
 
 
 async def test_a_drain_takes_none():
