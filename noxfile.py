@@ -112,7 +112,20 @@ def bench_scheduling(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """Slow and dead clients, three ways: nox -s faults -- --ways serve --faults "stops reading"."""
+    with session.chdir(ROOT / "tests"):
+        run(session, "faults", *session.posargs)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Many clients, a restless manager, and a close watch: nox -s soak -- --minutes 10 --seed 7."""
     with session.chdir(ROOT / "tests"):
         run(session, "soak", *session.posargs)
+
+
+@nox.session
+def bench_waiting(session: nox.Session) -> None:
+    """What it costs that threads wait for each other: nox -s bench_waiting -- MODEL.gguf --threads 4 [--beside]."""
+    run(session, "tests.benchmarks.waiting", *session.posargs)

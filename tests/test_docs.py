@@ -22,6 +22,8 @@ from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import CompletionRequest
 from trioserve.http.schemas.embeddings import EmbeddingsRequest
 from trioserve.http.schemas.management import UnloadAllRequest, UnloadModelsRequest, UnloadRequest
+from trioserve.http.schemas.messages import CountTokensRequest, MessagesRequest
+from trioserve.http.schemas.responses_api import ResponsesRequest
 from trioserve.http.schemas.tasks import BatchTaskRequest, parse_task
 from trioserve.http.schemas.text import DetokenizeRequest, TokenizeRequest
 from trioserve.scheduling.diagram import mermaid
@@ -89,6 +91,12 @@ def test_every_field_of_embeddings_is_documented():
     assert set(documented) - {"float", "base64"} == set(EmbeddingsRequest.model_fields)
 
 
+@pytest.mark.parametrize(("route", "schema"), [("responses", ResponsesRequest), ("messages", MessagesRequest)])
+def test_every_field_of_the_other_apis_is_documented(route, schema):
+    documented = table_fields(section(DOCS / "routes.md", f"POST /v1/{route}"))
+    assert {name.partition(".")[0] for name in documented} == set(schema.model_fields)
+
+
 SMALL_BODIES = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
@@ -105,7 +113,8 @@ def test_every_field_of_small_bodies_is_documented(route):
 
 def test_what_is_refused_is_documented():
     refused = set(table_fields(section(DOCS / "routes.md", "What is refused")))
-    assert refused == set(ChatCompletionRequest.neutral) | set(CompletionRequest.neutral)
+    bodies = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+    assert refused == {name for body in bodies for name in body.neutral}
 
 
 def test_documented_defaults_are_those_of_sampling():
@@ -214,6 +223,9 @@ def test_bodies_in_curl_snippets_are_accepted():
         "/v1/completions": CompletionRequest.parse,
         "/v1/chat/completions/input_tokens": ChatCompletionRequest.parse,
         "/apply-template": ChatCompletionRequest.parse,
+        "/v1/responses": ResponsesRequest.parse,
+        "/v1/messages": MessagesRequest.parse,
+        "/v1/messages/count_tokens": CountTokensRequest.parse,
         "/v1/embeddings": EmbeddingsRequest.parse,
         "/v1/tasks/run": parse_task,
         "/v1/tasks/stream": parse_task,

@@ -1,7 +1,9 @@
 """Answers that follow a grammar, on real models: whatever the model would say, the form is kept."""
 
+import dataclasses
 import enum
 import json
+import math
 import re
 
 import pytest
@@ -129,6 +131,11 @@ def test_a_form_works_beside_biases_and_penalties(said):
         (Constraint(ConstraintKind.GBNF, "nonsense"), "::="),
         (Constraint(ConstraintKind.LARK, "start: missing"), "missing"),
         (Constraint(ConstraintKind.JSON_SCHEMA, "{"), ""),
+        (schema(False), "nsatisfiable"),
+        (schema({"$ref": "#"}), "allows no answer"),
+        (schema({"x-guidance": {"lenient": True}, "type": "string", "not": {}}), "x-guidance"),
+        (regex(r"a[^\s\S]"), "allows no answer"),
+        (Constraint(ConstraintKind.GBNF, "root ::= root"), "allows no answer"),
     ],
     ids=lambda value: str(getattr(value, "source", value))[:30],
 )
@@ -148,6 +155,39 @@ def test_an_expression_of_any_size_costs_a_bounded_time(tiny, pattern):
     with opened(tiny) as session:
         number = session.add(asking([BOS, 5], 5, constraint=regex(pattern)))
         finish(session, number)
+
+
+def chained_schemas(count):
+    chain = {f"d{index}": {"type": "array", "items": {"$ref": f"#/$defs/d{index + 1}"}} for index in range(count)}
+    return schema({"$ref": "#/$defs/d0", "$defs": chain | {f"d{count}": {"type": "string"}}})
+
+
+def chained_rules(count):
+    rules = [f'r{index} ::= "x" r{index - 1}' for index in range(1, count)]
+    return Constraint(ConstraintKind.GBNF, "\n".join([f"root ::= r{count - 1}", 'r0 ::= "e"', *rules]))
+
+
+@pytest.mark.parametrize("constraint", [chained_schemas(4000), chained_rules(8000)], ids=["schema", "grammar"])
+def test_a_long_chain_of_references_does_not_overflow_the_stack(tiny, constraint):
+    tiny.check_constraint(constraint)
+    with opened(tiny) as session:
+        finish(session, session.add(asking([BOS, 5], 5, constraint=constraint)))
+
+
+def test_a_schema_that_is_true_allows_any_json(said):
+    json.loads(said(Constraint(ConstraintKind.JSON_SCHEMA, "true")).text)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT, dataclasses.replace(HOT, typical_p=0.5)])
+@pytest.mark.parametrize("constraint", [None, regex("a+")], ids=["free", "form"])
+def test_an_answer_that_may_have_no_token_fails_as_the_request_s_own_fault(tiny, sampling, constraint):
+    nothing = dataclasses.replace(sampling, logit_bias=tuple((token, -math.inf) for token in range(tiny.vocab_size)))
+    with opened(tiny) as session:
+        got = finish(session, session.add(asking([BOS, 5], 5, nothing, constraint=constraint)))[0]
+    assert got.tokens == []
+    assert isinstance(got.end, Failed)
+    assert got.end.unanswerable
+    assert "logit_bias" in got.end.message
 
 
 def test_a_grammar_that_becomes_too_complex_fails_alone(tiny, monkeypatch):
@@ -181,3 +221,39 @@ def test_one_grammar_serves_many_requests_from_its_beginning(said):
 def test_the_same_answer_comes_with_and_without_a_form_that_allows_it(said):
     free = said(None, max_tokens=12)
     assert said(regex("(?s:.*)"), max_tokens=12).tokens == free.tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_excluded_top_choices_leave_nothing_that_may_not_follow(said, seed):
+    sampling = Sampling(temperature=1.0, min_p=0.0, top_k=0, xtc_probability=1.0, xtc_threshold=0.0, seed=seed)
+    assert re.fullmatch("[ab]{3}", said(regex("[ab]{3}"), sampling, max_tokens=20).text)
+
+
+@pytest.mark.parametrize("base", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_a_form_of_which_nothing_is_left_fails_by_itself(real, base):
+    banned = real.tokenize("a", special=False, add_bos=False)[0]
+    sampling = dataclasses.replace(base, logit_bias=((banned, -float("inf")),))
+    with opened(real) as session:
+        number = session.add(asking([1, 5], 5, sampling, constraint=regex("a")))
+        (got,) = finish(session, number)
+    assert isinstance(got.end, Failed)
+    assert got.end.unanswerable
+    assert "logit_bias" in got.end.message
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [Constraint(ConstraintKind.GBNF, "root ::= " + "(" * 5000), Constraint(ConstraintKind.JSON_SCHEMA, "[" * 50_000)],
+    ids=["brackets", "lists"],
+)
+def test_what_is_nested_too_deeply_is_said_in_our_words(tiny, constraint):
+    with pytest.raises(ConstraintError) as caught:
+        tiny.check_constraint(constraint)
+    assert "python" not in str(caught.value).lower()
+
+
+def test_few_forms_are_kept_where_they_are_long(tiny):
+    constraints = tiny._constraints
+    for number in range(12):
+        tiny.check_constraint(regex(f"{number}(" + "|".join(f"{word}x" for word in range(12_000)) + ")"))
+    assert sum(len(kept.source) for kept in constraints._compiled) <= 512 * 1024

@@ -742,3 +742,40 @@ def test_a_stop_string_that_never_comes_changes_nothing(weights, plain):
         got = answer(session, SequenceRequest(request.prompt, 40, request.sampling, ("never met",), ignore_eos=True))
     assert (got.tokens, got.text) == (whole.tokens, whole.text)
     assert isinstance(got.end, Finished)
+
+
+# --- what goes wrong on the way ---
+
+
+class Stubborn(ScriptedContext):
+    """Fails to truncate, once it is told so."""
+
+    fails = False
+
+    def truncate(self, sequence, tokens):
+        if self.fails:
+            raise RuntimeError("the script says so")
+        return super().truncate(sequence, tokens)
+
+
+def test_no_number_is_lost_where_memory_could_not_be_freed():
+    context = Stubborn()
+    core = core_over(context)
+    numbers = [core.add(asking([5, 6, 7])) for _ in range(MAX_SEQUENCES)]
+    context.fails = True
+    with pytest.raises(RuntimeError):
+        core.remove(numbers[0])
+    core.clear()
+    context.fails = False
+    assert sorted(core.add(asking([5, 6, 7])) for _ in range(MAX_SEQUENCES)) == sorted(numbers)
+
+
+def test_nothing_is_kept_of_a_sequence_whose_sampler_could_not_be_made(monkeypatch):
+    context = ScriptedContext()
+    core = core_over(context)
+    ended(core, asking(counted(10, 20), 3))
+    monkeypatch.setattr(core, "_sampler", lambda request: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        core.add(asking([*counted(10, 5), 90, 91, 92]))
+    assert core.history == counted(10, 5)
+    assert context.memory[0] == counted(10, 5)

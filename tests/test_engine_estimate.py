@@ -13,9 +13,11 @@ from trioserve.engine.base import Embedded, EmbeddingInput, Footprint, LoadOptio
 from trioserve.engine.estimate import InspectedFile, device_share, estimate
 from trioserve.engine.gguf import Header, Tensor, read_header
 from trioserve.engine.llama import LlamaEngine
+from trioserve.engine.llama.context import _parameters
 from trioserve.runtime.pool import session_options
 
 MIB = 1 << 20
+KERNELS = 64 * MIB
 # llama.cpp says so in a line for each buffer, and again when a context is freed, in other words.
 BUFFER = re.compile(r"(model|KV|compute|output) buffer size = +([\d.]+) MiB")
 
@@ -172,7 +174,79 @@ def test_memory_on_the_gpu_and_on_the_host(header):
     assert whole.device + whole.host >= flash.total
     assert half.device < whole.device
     assert half.host > whole.host
-    assert gpu.memory(options, 0, -1).device == device_share(header, -1)[0]
+    assert gpu.memory(options, 0, -1).device == device_share(header, -1)[0] + KERNELS
+
+
+def llama(width, forward, layers, heads, kv_heads, vocabulary):
+    """The header of a model in the shape of Llama's, in Q8_0."""
+    keys = width // heads * kv_heads
+    block = {
+        "attn_norm": (width,), "attn_q": (width, width), "attn_k": (width, keys), "attn_v": (width, keys),
+        "attn_output": (width, width), "ffn_norm": (width,), "ffn_gate": (width, forward), "ffn_up": (width, forward),
+        "ffn_down": (forward, width),
+    }  # fmt: skip
+    shapes = {"token_embd": (width, vocabulary), "output_norm": (width,), "output": (width, vocabulary)}
+    shapes |= {f"blk.{layer}.{name}": shape for layer in range(layers) for name, shape in block.items()}
+    f32, q8_0 = 0, 8
+    return Header(
+        {
+            "general.architecture": "llama",
+            "llama.vocab_size": vocabulary,
+            "llama.embedding_length": width,
+            "llama.feed_forward_length": forward,
+            "llama.block_count": layers,
+            "llama.attention.head_count": heads,
+            "llama.attention.head_count_kv": kv_heads,
+        },
+        tuple(Tensor(f"{name}.weight", shape, q8_0 if len(shape) > 1 else f32, 0) for name, shape in shapes.items()),
+        0,
+    )
+
+
+SHAPES = {
+    "135M": llama(576, 1536, 30, 9, 3, 49152),
+    "1B": llama(2048, 8192, 16, 32, 8, 128256),
+    "8B": llama(4096, 14336, 32, 32, 8, 128256),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpu_layers", "options", "one", "two"),
+    [
+        ("8B", -1, {}, 8312, 8952),
+        ("8B", 16, {}, 4322, 4728),
+        ("8B", 1, {}, 768, 934),
+        ("8B", -1, {"n_ctx": 16384}, 9860, 12048),
+        ("1B", -1, {}, 1530, 1738),
+        ("1B", 8, {}, 906, 1046),
+        ("1B", 1, {}, 420, 504),
+        ("1B", -1, {"flash_attention": False}, 1852, 2380),
+        ("1B", -1, {"kv_dtype": "q8_0"}, 1470, 1618),
+        ("1B", -1, {"n_ubatch": 128}, 1478, 1636),
+        ("1B", -1, {"n_ctx": 2048, "max_sequences": 4}, 1656, 1990),
+        ("135M", -1, {}, 324, 444),
+    ],
+)
+def test_memory_on_the_gpu_is_what_one_took(shape, gpu_layers, options, one, two):
+    """MiB by which the free memory of an H200 shrank from before the load until one and two sessions had worked."""
+    file, options = InspectedFile(SHAPES[shape], offloads=True), SessionOptions(**options)
+    found = [file.memory(options, slots, gpu_layers).device / MIB for slots in (1, 2)]
+    assert found == pytest.approx([one, two], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "said"),
+    [("8B", {}, 552), ("8B", {"n_ctx": 16384}, 564), ("1B", {}, 278), ("1B", {"n_ubatch": 128}, 269), ("135M", {}, 35)],
+)
+def test_buffers_on_the_host_of_a_model_on_the_gpu(shape, options, said):
+    """MiB that llama.cpp said it put there: the embeddings, and the inputs of one session."""
+    found = InspectedFile(SHAPES[shape], offloads=True).memory(SessionOptions(**options), 1, -1)
+    assert found.host == close_to(said)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_gpu_without_layers_has_no_part_in_a_step(offloaded):
+    assert _parameters(SessionOptions(), offloaded=offloaded).op_offload is offloaded
 
 
 # --- embeddings ---

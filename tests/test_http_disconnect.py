@@ -343,6 +343,34 @@ async def test_a_server_that_cancels_a_request_lets_it_say_so():
         await server.free()
 
 
+async def test_a_server_that_cancels_a_request_does_not_wait_for_a_client_that_takes_no_farewell():
+    """Under a server whose sends can be cancelled the last message has a bound of its own, and a shorter one here."""
+    engine = FakeEngine()
+    engine.step_gate.shut()
+    async with running(engine) as server:  # with a send timeout of half a minute
+        farewells, begun = [], trio.Event()
+        incoming = [{"type": "http.request", "body": json.dumps(completion(stream=True)).encode()}]
+
+        async def receive():
+            return incoming.pop() if incoming else await trio.sleep_forever()
+
+        async def send(message):
+            begun.set()
+            if not message.get("more_body", True):
+                farewells.append(message["body"])
+                await trio.sleep_forever()
+
+        with trio.fail_after(SAFETY / 2):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(server.app, scope_of(), receive, send)
+                await begun.wait()
+                await engine.step_gate.arrived()
+                nursery.cancel_scope.cancel()
+        assert len(farewells) == 1
+        assert b"shutting_down" in farewells[0]
+        await server.free()
+
+
 # HTTP/2
 
 

@@ -34,6 +34,8 @@ from trioserve.http.render import ChatShape, CompletionShape, token_logprobs
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import CompletionRequest
 from trioserve.http.schemas.management import UnloadAllRequest, UnloadModelsRequest, UnloadRequest
+from trioserve.http.schemas.messages import CountTokensRequest, MessagesRequest
+from trioserve.http.schemas.responses_api import ResponsesRequest
 from trioserve.http.schemas.tasks import BatchTaskRequest
 from trioserve.service import open_service
 from trioserve.testing import FakeEngine
@@ -41,6 +43,7 @@ from trioserve.testing import FakeEngine
 UNLOAD, LOAD = "/v1/models/unload", "/v1/models/load"
 TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 INPUT_TOKENS = "/v1/chat/completions/input_tokens"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 RUN, STREAM, BATCH = "/v1/tasks/run", "/v1/tasks/stream", "/v1/tasks/batch"
 
 
@@ -137,6 +140,9 @@ def test_names_of_operations_differ():
     [
         ChatCompletionRequest,
         CompletionRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        CountTokensRequest,
         BatchTaskRequest,
         UnloadRequest,
         UnloadModelsRequest,
@@ -170,6 +176,11 @@ ACCEPTED = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
     (CHAT, {"messages": []}, False),
     (CHAT, {}, False),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function", "function": {"name": "f"}}]}, True),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, False),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function", "function": {"name": "a b"}}]}, False),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [], "tool_choice": "auto"}, True),
+    (CHAT, {"messages": [{"role": "user"}], "tool_choice": "any"}, False),
     (COMPLETIONS, {"prompt": "a"}, True),
     (COMPLETIONS, {"prompt": [1, 2]}, True),
     (COMPLETIONS, {"prompt": ["a"]}, True),
@@ -248,6 +259,28 @@ async def test_generations_are_as_described(path, body, stream, fields):
         conforms(await server.call(path, body(stream=stream, **fields)), path, "post", 200)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("failing", [None, 3])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RESPONSES, {"input": "hi", "max_output_tokens": 4, "metadata": {"a": "b"}}),
+        (MESSAGES, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+        (COUNT, {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+async def test_the_other_apis_are_as_described(path, body, stream, failing):
+    engine = FakeEngine()
+    engine.failing_step = failing
+    async with running(engine) as server:
+        fails = failing and path != COUNT and not stream
+        conforms(await server.call(path, {**body, "stream": stream}), path, "post", 500 if fails else 200)
+        conforms(await server.call(path, {**body, "model": "nobody"}), path, "post", 404)
+        conforms(await server.call(path, {**body, "tools": [{}]}), path, "post", 400)
+        conforms(await server.call(path, b"{}", headers=[("content-type", "text/plain")]), path, "post", 415)
+        conforms(await server.call(path, method="DELETE"), path, "post", 405)
+
+
 LIKELIHOODS = [
     Likelihood(TokenLogprob(1, b"\xc3", -0.5), (TokenLogprob(1, b"\xc3", -0.5), TokenLogprob(2, b"b", -9.5)))
 ]
@@ -266,6 +299,20 @@ LIKELIHOODS = [
 def test_likelihoods_are_as_described(name, value):
     assert "logprob" in json.dumps(value)
     assert valid({"$ref": f"#/components/schemas/{name}"}, value)
+
+
+CALLS = '{"tool_calls": [{"name": "f", "arguments": {}}, {"name": "f", "arguments": {"a": 1}}]}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [CALLS, "<think>Well</think>Yes", "<think>Well</think>" + CALLS, CALLS[:50]])
+async def test_calls_and_thoughts_are_as_described(text, stream):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    async with running(FakeEngine(answer_text=text)) as server:
+        reply = await server.call(CHAT, chat(stream=stream, tools=tools, max_tokens=200))
+        assert (b'"tool_calls":[' in reply.body) is ("tool_calls" in text)
+        assert (b'"reasoning_content"' in reply.body) is ("think" in text)
+        conforms(reply, CHAT, "post", 200)
 
 
 async def test_tasks_are_as_described():
@@ -390,8 +437,10 @@ def with_known_models():
     """The document for a server whose models are known, so that fewer calls end at an unknown one."""
     narrowed = copy.deepcopy(DOCUMENT)
     schemas = narrowed["components"]["schemas"]
-    asking = ("ChatCompletionRequest", "CompletionRequest", "BatchTaskRequest", "TokenizeRequest", "DetokenizeRequest")
-    for name in asking:
+    for name in (
+        *("ChatCompletionRequest", "CompletionRequest", "BatchTaskRequest", "TokenizeRequest", "DetokenizeRequest"),
+        *("ResponsesRequest", "MessagesRequest", "CountTokensRequest"),
+    ):
         schemas[name]["properties"]["model"] = {"enum": ["fake", None]}
     for name in ("LoadRequest", "UnloadRequest"):
         schemas[name]["properties"]["id"] = {"enum": ["fake"]}
@@ -421,6 +470,8 @@ BEYOND_SCHEMAS = (
     "path: is required",
     "can't be honoured",
     "an answer has one form",
+    "asks for a tool",
+    "is none of the tools",
     "lone surrogates",
     "but this is a request to",
 )
@@ -480,7 +531,8 @@ def test_generated_calls_are_answered_as_described(case, url, session, answers):
         ours.append(negative_data_rejection)
     case.validate_response(response, excluded_checks=[*ours, *also_a_model])
     assert response.headers["x-request-id"]
-    assert response.status_code < 500 or response.json()["error"]["code"] == "server_busy"
+    if response.status_code >= 500:
+        assert {"server_busy", "overloaded_error"} & set(response.json()["error"].values())
     assert "Traceback" not in response.text
     if response.status_code == 400 and case.meta.generation.mode is GenerationMode.POSITIVE:
         message = response.json()["error"]["message"]

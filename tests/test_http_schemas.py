@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -13,7 +14,7 @@ from trioserve.http.requests import batch_request, generation_request
 from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationFields
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import MAX_PROMPTS, CompletionRequest
-from trioserve.http.schemas.constraints import NAMES
+from trioserve.http.schemas.constraints import NAMES, parse_constraint
 from trioserve.service import TextPrompt, TokenPrompt
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -54,14 +55,15 @@ NUMBERS = {
     "dry_base": (1, 10),
 }
 NEEDED = {"top_logprobs": {"logprobs": True}}  # fields that make sense beside others only
-BOOLS = ("stream", "ignore_eos", "cache_prompt", "timings_per_token")
+BOOLS = ("stream", "ignore_eos", "cache_prompt", "timings_per_token", "parallel_tool_calls")
 NOT_INTEGERS = (True, False, "1", "", 1.5, 1.0, NAN, INF, -INF, [], [1], {}, {"a": 1})
 NOT_NUMBERS = (True, False, "1", "", [], [0.5], {}, {"a": 1})
 NOT_BOOLS = (0, 1, 1.0, "true", "", NAN, [], [True], {})
 NOT_TEXTS = (0, 1.5, True, NAN, [], ["a"], {}, {"a": 1})
 NOT_OBJECTS = (0, 1.5, True, "a", NAN, [], [{}])
-CHAT_ONLY = {"max_completion_tokens", "top_logprobs"}
-FIELDS = {*INTEGERS, *NUMBERS, *BOOLS, "model", "stream_options", "stop"}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CHAT_ONLY = {"max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_format"}
+FIELDS = {*INTEGERS, *NUMBERS, *BOOLS, "model", "stream_options", "stop", *CHAT_ONLY}
 FIELDS |= {"best_of", "logit_bias", "dry_sequence_breakers", *NAMES}
 
 
@@ -402,7 +404,7 @@ def test_biases_in_both_forms(value, meant):
     [
         *(0, True, "a", {"a": 1}, {"-1": 1}, {"1.5": 1}, {"": 1}, {"9" * 30: 1}, {"٣": 1}, {"5": 101}, {"5": -101}),
         *({"5": None}, {"5": True}, {"5": "1"}, {"5": NAN}, {"5": INF}, [5, 1], [[5]], [[5, 1, 1]], [[-1, 1]]),
-        *([[True, 1]], [["5a", 1]], [[5.0, 1]], [{"5": 1}], [[2**40, 1]], [[1, 1]] * 4097),
+        *([[True, 1]], [["5", 1]], [["5a", 1]], [[5.0, 1]], [{"5": 1}], [[2**40, 1]], [[1, 1]] * 4097),
     ],
     ids=lambda value: repr(value)[:30],
 )
@@ -509,6 +511,10 @@ AS_JSON = '{"type":"object","properties":{"a":{"type":"integer"}}}'
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             ("response_format", "json_schema", "{}"),
         ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": None}}},
+            ("response_format", "json_schema", "{}"),
+        ),
         ({"json_schema": SCHEMA}, ("json_schema", "json_schema", AS_JSON)),
         ({"json_schema": True}, ("json_schema", "json_schema", "true")),
         ({"regex": "a+"}, ("regex", "regex", "a+")),
@@ -550,6 +556,14 @@ def test_what_is_no_form(schema, fields, param):
     refused(schema, {**BASE[schema], **fields}, param)
 
 
+def test_a_schema_that_is_nested_too_deeply():
+    schema = {}
+    for _ in range(5000):
+        schema = {"not": schema}
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        parse_constraint({"json_schema": schema})
+
+
 # Fields that can't be honoured
 
 
@@ -557,8 +571,6 @@ UNSUPPORTED = {
     "lora": ([[]], [[{"id": 0, "scale": 1}]]),
 }
 UNSUPPORTED_CHAT = {
-    "tools": ([[]], [[{"type": "function"}]]),
-    "tool_choice": (["none", "auto"], ["required", {"type": "function"}]),
     "functions": ([[]], [[{"name": "f"}]]),
     "function_call": (["none", "auto"], [{"name": "f"}]),
     "audio": ([], [{"voice": "a"}, {}]),
@@ -589,6 +601,95 @@ def test_unsupported_fields_are_refused_and_not_ignored(schema):
     for name, (_, asking) in unsupported(schema).items():
         for value in asking:
             refused(schema, {**BASE[schema], name: value}, name, "not supported")
+
+
+# Tools and reasoning
+
+
+def tool(**function):
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        *((value, "tools") for value in (0, 1.5, True, "a", {}, {"type": "function"})),
+        *(([value], "tools[0]") for value in (0, "a", None, [])),
+        ([{}], "tools[0].type"),
+        ([{"type": "custom"}], "tools[0].type"),
+        ([{"type": "function"}], "tools[0].function"),
+        ([tool(), tool(name=None)], "tools[1].function.name"),
+        ([tool(name="")], "tools[0].function.name"),
+        ([tool(name="a b")], "tools[0].function.name"),
+        ([tool(name='"')], "tools[0].function.name"),
+        ([tool(name="f\n")], "tools[0].function.name"),
+        ([tool(name="é")], "tools[0].function.name"),
+        ([tool(name="x" * 65)], "tools[0].function.name"),
+        ([tool(description=5)], "tools[0].function.description"),
+        ([tool(parameters=[])], "tools[0].function.parameters"),
+        ([tool(parameters="{}")], "tools[0].function.parameters"),
+        ([tool(parameters={"type": "array"})], "tools[0].function.parameters.type"),
+        ([tool(parameters={"type": ["object", "null"]})], "tools[0].function.parameters.type"),
+        ([tool(description="\ud800")], "tools"),
+        ([tool(description="x" * (256 * 1024))], "tools"),
+        ([tool()] * 129, "tools"),
+    ],
+)
+def test_tools_are_functions_with_a_schema(value, param):
+    refused(ChatCompletionRequest, {**BASE[ChatCompletionRequest], "tools": value}, param)
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        *((value, "tool_choice") for value in (0, True, "", "any", [], ["auto"], {}, {"type": "allowed_tools"})),
+        ({"type": "function"}, "tool_choice.function.name"),
+        ({"type": "function", "function": {"name": 5}}, "tool_choice.function.name"),
+        ({"type": "function", "function": {"name": "g"}}, "tool_choice.function.name"),
+    ],
+)
+def test_a_choice_of_tools_is_one_of_four(value, param):
+    refused(ChatCompletionRequest, {**BASE[ChatCompletionRequest], "tools": TOOLS, "tool_choice": value}, param)
+
+
+@pytest.mark.parametrize("tools", [None, []])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_no_tool_can_be_required_where_there_is_none(tools, choice):
+    refused(
+        ChatCompletionRequest, {**BASE[ChatCompletionRequest], "tools": tools, "tool_choice": choice}, "tool_choice"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "use"),
+    [
+        ({"tools": []}, None),
+        ({"tool_choice": "auto"}, None),
+        ({"tools": TOOLS, "tool_choice": "none"}, None),
+        ({"tools": TOOLS}, (False, None, True)),
+        ({"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False}, (False, None, False)),
+        ({"tools": TOOLS, "tool_choice": "required"}, (True, None, True)),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, (True, "f", True)),
+    ],
+)
+def test_what_is_asked_of_tools(fields, use):
+    parsed = parse(ChatCompletionRequest, **fields).prompts[0].tools
+    assert use == (parsed and (parsed.required, parsed.named, parsed.parallel))
+
+
+def test_an_answer_is_a_call_or_has_a_form():
+    body = {**BASE[ChatCompletionRequest], "tools": TOOLS, "response_format": {"type": "json_object"}}
+    refused(ChatCompletionRequest, body, "response_format", "tools")
+    assert parse(ChatCompletionRequest, tools=TOOLS, tool_choice="none", regex="a").form is not None
+
+
+@pytest.mark.parametrize("value", [0, True, "", "raw", [], {}])
+def test_a_reasoning_format_is_a_known_one(value):
+    body = {**BASE[ChatCompletionRequest], "reasoning_format": value}
+    refused(ChatCompletionRequest, body, "reasoning_format", "'auto', 'deepseek' or 'none'")
+    assert parse(ChatCompletionRequest).shows_reasoning
+    assert parse(ChatCompletionRequest, reasoning_format="deepseek").shows_reasoning
+    assert not parse(ChatCompletionRequest, reasoning_format="none").shows_reasoning
 
 
 # Prompts
@@ -672,3 +773,12 @@ def test_content_of_every_form_comes_through(value):
     message = {"role": "user", "content": value, "name": "Ann", "extra": {"deep": [1]}}
     parsed = ChatCompletionRequest.parse({"messages": [message]})
     assert parsed.messages[0].model_dump(exclude_unset=True) == message
+
+
+def test_a_schema_that_is_nested_as_deep_as_a_body_may_be_is_refused():
+    deepest = {}
+    for _ in range(sys.getrecursionlimit()):
+        deepest = {"items": deepest}
+    with pytest.raises(InvalidRequestError, match="json_schema: is nested too deeply") as caught:
+        parse_constraint({"json_schema": deepest})
+    assert caught.value.param == "json_schema"

@@ -23,9 +23,12 @@ from http_harness import (
     sse_events,
     until,
 )
+from hypercorn.protocol.h2 import BUFFER_HIGH_WATER
+from hypercorn.trio.worker_context import EventWrapper
 from test_http_disconnect import scope_of
 
 from trioserve.errors import EngineError
+from trioserve.http.listener import BoundedBuffer
 from trioserve.http.sse import DONE, PING, EventStream, frame
 from trioserve.runtime.job import BUFFERED_EVENTS
 from trioserve.service import Generation
@@ -309,12 +312,43 @@ async def test_a_slow_reader_pauses_its_own_slot_and_gets_everything():
 
 
 async def test_a_stream_of_http_2_whose_window_is_never_opened_frees_its_slot():
-    """Hypercorn's HTTP/2 takes the whole answer in, so it is the end of the answer that can't be sent."""
+    """Hypercorn's own buffers would take the whole answer in."""
     models = [{"n_ctx": 1_000_000, "slots": 2}]
     async with running(models=models, send_timeout_ms=200) as server, await H2Client.open(server.port) as client:
-        await client.send(COMPLETIONS, completion("never", stream=True, max_tokens=HUGE // 10))
+        slots = server.service.registry.find(None).pool.slots
+        await client.send(COMPLETIONS, completion("never", stream=True, max_tokens=HUGE))
         await until(lambda: server.status().active_slots == 1)
         assert (await server.call(COMPLETIONS, completion(stream=True))).text == expected()
         await server.free()
         await until(lambda: server.calls == 0)
+        assert server.service.tally().cancelled == 1
+        assert sum(len(slot.session.threads) for slot in slots) < HUGE / 5
         assert (await server.call(COMPLETIONS, completion())).text == expected()
+
+
+async def test_a_slow_reader_of_http_2_pauses_its_own_slot_and_gets_everything():
+    tokens = 5000
+    models = [{"n_ctx": 1_000_000}]
+    async with running(models=models) as server, await H2Client.open(server.port) as client:
+        session = server.service.registry.find(None).pool.slots[0].session
+        number = await client.send(COMPLETIONS, completion(stream=True, max_tokens=tokens))
+        steps = -1
+        while steps != len(session.threads):  # until the slot rests
+            steps = len(session.threads)
+            await trio.sleep(0.05)
+        assert steps < tokens / 2
+        assert (await client.reply(number)).text == expected(tokens=tokens)
+
+
+@pytest.mark.parametrize("size", [1000, BUFFER_HIGH_WATER - 1, BUFFER_HIGH_WATER, 3 * BUFFER_HIGH_WATER])
+async def test_a_buffer_of_http_2_takes_no_more_than_two_messages_beyond_its_bound(size, autojump_clock):
+    buffer = BoundedBuffer(EventWrapper)
+    with trio.move_on_after(1) as scope:
+        for _ in range(100):
+            assert await buffer.pop(0) == b""  # as Hypercorn does after each message, window or not
+            await buffer.push(bytes(size))
+    assert scope.cancelled_caught
+    assert len(buffer.buffer) <= BUFFER_HIGH_WATER + 2 * size
+    await buffer.pop(len(buffer.buffer))
+    with trio.fail_after(1):
+        await buffer.push(b"more")

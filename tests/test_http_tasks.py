@@ -342,7 +342,28 @@ async def test_n_gives_choices_by_index(stream):
     else:
         texts = [choice["message"]["content"] for choice in reply.json["choices"]]
         assert reply.json["usage"]["completion_tokens"] == 24
+        assert reply.json["usage"]["prompt_tokens"] == alone.json["usage"]["prompt_tokens"], "the prompt counts once"
     assert texts == [alone.text] * 3
+
+
+async def test_the_usage_of_a_stream_counts_the_prompt_of_choices_once():
+    async with running() as server:
+        reply = await server.call(COMPLETIONS, completion(n=3, stream=True, stream_options={"include_usage": True}))
+    assert reply.chunks[-1]["usage"] == usage_of(4, 24)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "start"),
+    [
+        ("x" * 5000, {"n": 2}, "the prompt has"),
+        (["a", "x" * 5000], {"n": 2}, "prompt[1]: the prompt has"),
+        (["a", "b"], {"logit_bias": {"99999": 1}}, "logit_bias: token 99999"),
+    ],
+)
+async def test_an_error_names_the_prompt_that_it_is_about(prompt, fields, start):
+    async with running() as server:
+        error = assert_error(await server.call(COMPLETIONS, completion(prompt, **fields)), 400, "invalid_request_error")
+    assert error["message"].startswith(start)
 
 
 async def test_a_task_gives_one_answer():

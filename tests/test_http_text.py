@@ -84,6 +84,16 @@ async def test_the_prompt_of_a_conversation_and_its_length():
     assert usage["prompt_tokens"] == len(PROMPT)
 
 
+async def test_tools_are_told_and_counted():
+    body = chat(tools=[{"type": "function", "function": {"name": "get_weather"}}])
+    async with running(models=[{"chat_template": CHATML_TEMPLATE}]) as server:
+        prompt = good(await server.call(TEMPLATE, body))["prompt"]
+        counted = good(await server.call(INPUT_TOKENS, body))["input_tokens"]
+        usage = good(await server.call(CHAT, body))["usage"]
+    assert "get_weather" in prompt
+    assert counted == usage["prompt_tokens"] == len(prompt)
+
+
 async def test_a_prompt_that_fits_no_context_is_counted():
     async with running(models=[{"n_ctx": 16}]) as server:
         assert good(await server.call(INPUT_TOKENS, chat("x" * 1000)))["input_tokens"] > 1000
@@ -216,7 +226,7 @@ async def test_a_drain_takes_none():
         (DETOKENIZE, {"tokens": [1, True]}, "tokens[1]", "must be an integer"),
         (DETOKENIZE, {"tokens": [1, 300]}, "tokens", "tokens[1] is 300, but this model's tokens go from 0 to 256"),
         (TEMPLATE, {"messages": []}, "messages", "1 or more items"),
-        (TEMPLATE, chat(tools=[{}]), "tools", "not supported"),
+        (TEMPLATE, chat(functions=[{}]), "functions", "not supported"),
         (INPUT_TOKENS, chat("x" * 101), "messages", "at most 100"),
         (INPUT_TOKENS, chat(top_p=2), "top_p", "1 or less"),
     ],

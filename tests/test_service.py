@@ -10,7 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import Constraint, ConstraintKind, FinishReason
+from trioserve.engine.base import Constraint, ConstraintKind, Failed, FinishReason
 from trioserve.errors import (
     ChatTemplateError,
     ContextLengthError,
@@ -23,7 +23,17 @@ from trioserve.errors import (
 )
 from trioserve.runtime.job import BUFFERED_EVENTS
 from trioserve.scheduling.lifecycle import ModelState, ProcessPhase
-from trioserve.service import ChatPrompt, Done, GenerationRequest, TextDelta, TextPrompt, TokenPrompt, Usage
+from trioserve.service import (
+    BatchRequest,
+    ChatPrompt,
+    Done,
+    Failure,
+    GenerationRequest,
+    TextDelta,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+)
 from trioserve.service.ledger import Tally
 from trioserve.testing import FakeSession, FakeWeights, ThreadGate, fake_answer
 
@@ -885,3 +895,87 @@ async def test_a_form_that_cannot_be_honoured_is_refused_before_a_slot_is_taken(
         assert caught.value.param == "regex"
         assert service.tally() == NOTHING
         await collect(service, request(constraint=Constraint(ConstraintKind.REGEX, "fine")))
+
+
+async def test_the_forms_of_a_batch_have_a_bound_together(service_for):
+    items = [
+        request(constraint=Constraint(ConstraintKind.REGEX, f"{n}" * 30_000), constraint_field="regex") for n in "ab"
+    ]
+    async with service_for() as service:
+        await loaded(service)
+        wanted = BatchRequest([*items, items[0], request(constraint=Constraint(ConstraintKind.REGEX, "c" * 9000))])
+        async with service.generate(wanted) as generation:
+            parts = [part async for part in generation]
+    (failure,) = (part for part in parts if isinstance(part, Failure))
+    assert failure.index == 3
+    assert "65536 characters together" in failure.error.message
+
+
+async def test_whoever_leaves_while_forms_are_compiled_holds_nothing_for_long(service_for, monkeypatch, eventually):
+    gate, compiled = ThreadGate(is_open=False), []
+
+    def compile_slowly(self, constraint):
+        gate.wait()
+        compiled.append(constraint.source)
+
+    monkeypatch.setattr(FakeWeights, "check_constraint", compile_slowly)
+    async with service_for() as service:
+        await loaded(service)
+        items = [request(constraint=Constraint(ConstraintKind.REGEX, letter)) for letter in "abcdef"]
+        client = trio.CancelScope()
+        async with trio.open_nursery() as nursery:
+
+            async def ask():
+                with client:
+                    async with service.generate(BatchRequest(items)):
+                        raise AssertionError("it had left")
+
+            nursery.start_soon(ask)
+            await gate.arrived()
+            client.cancel()
+            gate.let(1)
+        (model,) = service.registry
+        await model.unload()
+        assert compiled == ["a"]
+
+
+async def test_choices_of_one_prompt_are_prepared_once(service_for, monkeypatch):
+    asked = []
+    tokenize = FakeWeights.tokenize
+    monkeypatch.setattr(FakeWeights, "tokenize", lambda *args, **more: asked.append(args) or tokenize(*args, **more))
+    prompt = TextPrompt("hello")
+    async with service_for() as service:
+        await loaded(service)
+        async with service.generate(BatchRequest([request(prompt)] * 5, all_or_nothing=True, choices=5)) as generation:
+            ends = [part async for part in generation if isinstance(part, Done)]
+    assert len(ends) == 5
+    assert len(asked) == 1
+
+
+async def test_an_answer_that_the_request_leaves_no_token_for_is_its_own_fault(service_for, engine, monkeypatch):
+    monkeypatch.setattr(FakeSession, "_fail", lambda self, number, live: Failed(number, "none left", unanswerable=True))
+    engine.failing_step = 1
+    async with service_for() as service:
+        with pytest.raises(InvalidRequestError, match="the answer can't go on: none left"):
+            await collect(service, request())
+        assert service.tally() == Tally(active=0, finished=0, failed=1, cancelled=0, rejected=0)
+
+
+async def test_grammars_that_take_long_to_compile_hold_no_long_prompt_up(service_for, engine, monkeypatch):
+    async with service_for() as service:
+        await loaded(service)
+        go_on = threading.Event()
+        weights = type(next(iter(service.registry)).pool.weights)
+        monkeypatch.setattr(weights, "check_constraint", lambda *_: go_on.wait())
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                constraint = Constraint(ConstraintKind.REGEX, "slow")
+                nursery.start_soon(collect, service, request(constraint=constraint))
+            try:
+                await wait_all_tasks_blocked()
+                with trio.fail_after(30):
+                    long = ChatPrompt([{"role": "user", "content": "x"}] * 130)
+                    async with service.generate(GenerationRequest(long, max_tokens=1)) as generation:
+                        assert [part async for part in generation]
+            finally:
+                go_on.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import uuid
 from collections.abc import Iterator
@@ -187,15 +188,34 @@ class RawClient:
         """Our end's."""
         return self._socket.getsockname()[1]
 
-    def post(self, body: dict[str, Any], *, cut: int = 0, more: bytes = b"") -> None:
-        """Send a request, without its last ``cut`` bytes, or with more behind it."""
+    @staticmethod
+    def message(body: dict[str, Any], request_id: str) -> bytes:
+        """The bytes of a request."""
         data = json.dumps(body).encode()
         head = (
             f"POST {route(body)} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            f"x-request-id: {self.request_id}\r\ncontent-length: {len(data)}\r\n\r\n"
+            f"x-request-id: {request_id}\r\ncontent-length: {len(data)}\r\n\r\n"
         )
-        message = head.encode() + data
-        self._socket.sendall(message[: len(message) - cut] + more)
+        return head.encode() + data
+
+    def post(self, body: dict[str, Any], *, cut: int = 0, more: bytes = b"") -> None:
+        """Send a request, without its last ``cut`` bytes, or with more behind it."""
+        message = self.message(body, self.request_id)
+        self.send(message[: len(message) - cut] + more)
+
+    def send(self, data: bytes) -> None:
+        """Send bytes."""
+        self._socket.sendall(data)
+
+    def readable(self) -> bool:
+        """Whether there are bytes to read, or the server has closed."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def read_some(self, size: int) -> bytes:
+        """Read up to so many bytes; none means that the server has closed."""
+        data = self._socket.recv(size)
+        self.received += data
+        return data
 
     def read_events(self, count: int) -> None:
         """Read until so many events have arrived."""
@@ -209,6 +229,10 @@ class RawClient:
         while data := self._socket.recv(65536):
             self.received += data
         return self.received.decode()
+
+    def half_close(self) -> None:
+        """Send no more, and read on."""
+        self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Leave in an orderly way."""

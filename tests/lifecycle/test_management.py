@@ -168,15 +168,20 @@ def test_everything_is_unloaded_again_and_again_under_load(managed, client):
 
 
 def test_memory_comes_back(managed, client):
+    loaded = []
+
     def cycle():
         assert ask(client, exactly(4)).finish_reason == "length"
+        loaded.append(memory(managed))
         post(client, UNLOAD, id="smollm2")
         return memory(managed)
 
-    _, second, *_, last = [cycle() for _ in range(CYCLES)]
-    assert last <= second * 1.02
-    assert ask(client, exactly(4)).finish_reason == "length"
-    assert memory(managed) > last + 50 * MIB, "a loaded model is larger: the measure measures something"
+    _, second, *later = [cycle() for _ in range(CYCLES)]
+    # Of what the process takes with the model in it: Python's own allocator has two or three megabytes more or less at
+    # any one moment, as it happens. What leaks adds up over twenty loads.
+    assert max(later) <= second + 0.02 * loaded[1]
+    assert loaded[-1] <= loaded[1] * 1.02
+    assert loaded[1] > second + 50 * MIB, "a loaded model is larger: the measure measures something"
 
 
 @pytest.fixture

@@ -213,11 +213,8 @@ def test_prompt_that_just_fits(small, stream):
     body = completion(long_prompt(SMALL_CONTEXT - 1), ignore_eos=True, stream=stream)
     answer = ask(small, {**body, "stream_options": {"include_usage": True}} if stream else body)
     assert answer.finish_reason == "length"
-    assert answer.usage == {
-        "prompt_tokens": SMALL_CONTEXT - 1,
-        "completion_tokens": 1,
-        "total_tokens": SMALL_CONTEXT,
-    }
+    counts = [answer.usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+    assert counts == [SMALL_CONTEXT - 1, 1, SMALL_CONTEXT]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from .client import (
@@ -23,38 +20,12 @@ from .client import (
     wait_active,
     wait_idle,
 )
-from .daemon import ONE_THREAD, START_SECONDS, Process, eventually, free_port
+from .daemon import ONE_THREAD, eventually
+from .hypercorn import WORKERS, Hypercorn
 
 SETTINGS = {"TRIOSERVE_SLOTS": "4", "TRIOSERVE_N_CTX": "1024", **ONE_THREAD}
-WORKERS = {"trio": ("-k", "trio"), "asyncio": ()}
 PATIENT = ("--graceful-timeout", "60")  # how long Hypercorn lets requests go on; no time for them means a cut
 END_SECONDS = 8  # from the end of the last request to the end of the last process
-
-
-class Hypercorn(Process):
-    """``python -m hypercorn trioserve:app`` on a free port."""
-
-    def __init__(self, *args, env=None):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "hypercorn", "--bind", f"127.0.0.1:{self.port}", *args, "trioserve:app"]
-        super().__init__(command, env)
-
-    def __enter__(self):
-        super().__enter__()
-        try:
-            with http(self.url) as client:
-                eventually(lambda: self._ready(client), START_SECONDS, "a ready server")
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def _ready(self, client):
-        assert self.running, "the server has ended"
-        with contextlib.suppress(httpx.TransportError):
-            return client.get("/health/ready").status_code == 200
-        return False
 
 
 @pytest.fixture(scope="module", params=WORKERS)

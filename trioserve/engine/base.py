@@ -225,20 +225,29 @@ class Finished:
         reason: why.
         text: what was still held back.
         cached: tokens of its prompt that the session had kept of an earlier sequence.
+        stop: the stop string that ended it, where one did.
     """
 
     sequence: int
     reason: FinishReason
     text: str = ""
     cached: int = 0
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A sequence could not go on. ``message`` is for the log."""
+    """A sequence could not go on.
+
+    Attributes:
+        sequence: which one.
+        message: why, for the log.
+        unanswerable: it is the request that leaves no answer, and ``message`` is for the client too.
+    """
 
     sequence: int
     message: str
+    unanswerable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,11 @@ from trioserve.http.routes import (
     embeddings,
     health,
     management,
+    messages,
     metrics,
     models,
     openapi,
+    responses_api,
     tasks,
     text,
 )
@@ -37,6 +39,8 @@ def create_app(service: Service) -> Guard:
     app.config["RESPONSE_TIMEOUT"] = None
     app.url_map.strict_slashes = app.url_map.merge_slashes = False  # both would answer with redirects
     error_handlers.register(app, service.config.max_request_body_bytes)
-    for routes in (chat, completions, embeddings, tasks, text, models, management, health, metrics, openapi):
+    for routes in (chat, completions, responses_api, messages, embeddings, tasks, text):
+        routes.register(app, service)
+    for routes in (models, management, health, metrics, openapi):
         routes.register(app, service)
     return Guard(app, service, RouteNames(app.url_map))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from quart import Response
 
 from trioserve.config import Config
-from trioserve.engine.base import Likelihood
+from trioserve.errors import TrioserveError
 from trioserve.http import render
+from trioserve.http.answers import renderer
 from trioserve.http.exchange import Exchange
 from trioserve.http.requests import Body, batch_request
-from trioserve.http.sse import DONE, EventStream, Source, frame
+from trioserve.http.sse import DONE, PING, EventStream, Source, error_frame, frame
 from trioserve.service import (
     Done,
     Generation,
@@ -35,24 +36,30 @@ async def answer(
 ) -> Response:
     """Admit what a body asks for and answer it. Everything it holds is freed with the exchange."""
     generation = await service.start(batch_request(body, exchange.request_id), exchange.resources)
-    with_timings = bool(body.timings_per_token)
     if not body.stream:
-        return await _in_one_piece(generation, shape, with_timings=with_timings)
-    with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    chunks = _Chunks(generation, shape, with_usage=with_usage, with_timings=with_timings)
-    return stream_response(service.config, chunks)
+        return await _in_one_piece(generation, body, shape)
+    return stream_response(service.config, _Chunks(generation, body, shape))
 
 
-def stream_response(config: Config, source: Source, ending: bytes = DONE) -> Response:
+def stream_response(
+    config: Config,
+    source: Source,
+    ending: bytes = DONE,
+    *,
+    ping: bytes = PING,
+    tell: Callable[[TrioserveError], bytes] = error_frame,
+) -> Response:
     """Answer with server-sent events.
 
     Arguments:
         config: of the server.
         source: of the frames.
         ending: what the stream ends with.
+        ping: what is sent in silence.
+        tell: makes the event of an error.
     """
     silence = config.sse_ping_interval_ms / 1000 or math.inf
-    response = Response(EventStream(source, silence, ending))
+    response = Response(EventStream(source, silence, ending, ping=ping, tell=tell))
     response.timeout = None  # Quart would cut longer streams at its RESPONSE_TIMEOUT, silently
     response.headers["content-type"] = "text/event-stream; charset=utf-8"
     response.headers["cache-control"] = "no-store"
@@ -60,15 +67,15 @@ def stream_response(config: Config, source: Source, ending: bytes = DONE) -> Res
     return response
 
 
-async def _in_one_piece(generation: Generation, shape: render.Shape, *, with_timings: bool) -> Response:
+async def _in_one_piece(generation: Generation, body: Body, shape: render.Shape) -> Response:
     answers = await collect(generation)
     choices = [
-        shape.choice("".join(part.text for part in parts), done.finish_reason.value, index, likelihoods_of(parts))
+        renderer(body, generation, index).whole(parts, done.finish_reason.value)
         for index, (parts, done) in sorted(answers.items())
     ]
     ends = [done for _, done in answers.values()]
-    body = render.whole(shape, generation, choices, ends, with_timings=with_timings)
-    return Response(render.dumps(body), content_type=_CONTENT_TYPE)
+    told = render.whole(shape, generation, choices, ends, with_timings=bool(body.timings_per_token))
+    return Response(render.dumps(told), content_type=_CONTENT_TYPE)
 
 
 async def collect(generation: Generation) -> dict[int, tuple[list[TextDelta], Done]]:
@@ -89,21 +96,23 @@ async def collect(generation: Generation) -> dict[int, tuple[list[TextDelta], Do
     return {index: (texts[index], done) for index, done in ends.items()}
 
 
-def likelihoods_of(parts: Iterable[TextDelta]) -> list[Likelihood]:
-    """Of all tokens of an answer."""
-    return [likelihood for part in parts for likelihood in part.likelihoods]
+async def collect_one(generation: Generation) -> tuple[str, Done]:
+    """Wait for the only answer of a generation: its text and its end."""
+    ((parts, done),) = (await collect(generation)).values()
+    return "".join(part.text for part in parts), done
 
 
 class _Chunks:
     """Turns parts into chunks. What has piled up is sent in one go, each part still in a chunk of its own."""
 
-    def __init__(self, generation: Generation, shape: render.Shape, *, with_usage: bool, with_timings: bool) -> None:
+    def __init__(self, generation: Generation, body: Body, shape: render.Shape) -> None:
         self._generation = generation
         self._shape = shape
-        self._with_usage = with_usage
-        self._with_timings = with_timings
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._with_timings = bool(body.timings_per_token)
         self._usage = Usage(0, 0)
         self._open = generation.prompts
+        self._answers = [renderer(body, generation, index) for index in range(self._open)]
         self._envelope = render.envelope(shape, generation, shape.chunk)
         self._opened = False
 
@@ -113,15 +122,23 @@ class _Chunks:
             openings = [self._shape.opening(index) for index in range(self._open)]
             if frames := b"".join(self._frame([opening]) for opening in openings if opening is not None):
                 return frames
-        return b"".join([frame for part in await self._generation.next_parts() for frame in self._frames(part)])
+        while parts := await self._generation.next_parts():
+            # Empty where all of the text is held back, and that would be the end.
+            if frames := b"".join([frame for part in parts for frame in self._frames(part)]):
+                return frames
+        return b""
 
     def _frames(self, part: Part) -> Iterator[bytes]:
         if isinstance(part, TextDelta):
-            yield self._frame([self._shape.piece(part.text, part.index, part.likelihoods)])
+            for piece in self._answers[part.index].pieces(part):
+                yield self._frame([piece])
         elif isinstance(part, Done):
             timings = render.timings([part]) if self._with_timings else None
-            yield self._frame([self._shape.ending(part.finish_reason.value, part.index)], timings=timings)
-            self._usage += part.usage
+            *pieces, ending = self._answers[part.index].ending(part.finish_reason.value)
+            for piece in pieces:
+                yield self._frame([piece])
+            yield self._frame([ending], timings=timings)
+            self._usage += render.counted(part, self._generation.choices)
             self._open -= 1
             if self._with_usage and not self._open:
                 yield self._frame([], render.usage(self._usage))

@@ -29,8 +29,10 @@ from trioserve.errors import (
     UnsupportedMediaTypeError,
 )
 from trioserve.http.auth import RouteKind, route_kind
+from trioserve.http.dialect import ANTHROPIC, OPENAI, Dialect, anthropic_type, dialect_of
 from trioserve.http.exchange import RETRY_AFTER
 from trioserve.http.operation import Operation
+from trioserve.http.schemas.answers_messages import MessagesError
 from trioserve.http.schemas.responses import Error
 
 Json = dict[str, Any]
@@ -41,6 +43,7 @@ _KEYS = {
     RouteKind.ORDINARY: (AuthenticationError,),
     RouteKind.MANAGEMENT: (AuthenticationError, PermissionDeniedError),
 }
+_ERRORS = {OPENAI: Error, ANTHROPIC: MessagesError}
 _EVERY_BODY = (InvalidRequestError, RequestTimeoutError, PayloadTooLargeError, UnsupportedMediaTypeError)
 _DESCRIPTION = (
     "HEAD and OPTIONS are answered wherever GET is. While the server drains, every route but those of health and "
@@ -48,7 +51,8 @@ _DESCRIPTION = (
 )
 _UNNAMED = "Events without names, each with one line of JSON, and then data: [DONE]; after an error there is none."
 _NAMED = (
-    "Events, each with one line of JSON whose type is also the event's name. An error has no name, and is the last."
+    "Events, each with one line of JSON whose type is also the event's name. An error is the last; one without a type "
+    "has no name."
 )
 _HEADERS: Json = {
     "x-request-id": {
@@ -124,7 +128,7 @@ class _Schemas:
     """
 
     def __init__(self, operations: Iterable[Operation]) -> None:
-        kinds: set[tuple[Any, JsonSchemaMode]] = {(Error, "serialization")}
+        kinds: set[tuple[Any, JsonSchemaMode]] = {(Error, "serialization"), (MessagesError, "serialization")}
         for operation in operations:
             kinds |= {(kind, "serialization") for kind in (*operation.answers.values(), operation.events) if kind}
             kinds |= {(kind, "validation") for kind in (operation.body,) if kind}
@@ -150,7 +154,7 @@ def _described(rule: Rule, operation: Operation, kind: RouteKind, schemas: _Sche
         ],
         # Whether there are keys is up to the operator.
         "security": [] if kind is RouteKind.PUBLIC else [{}, *({name: []} for name in _SECURITY)],
-        "responses": _responses(operation, kind, schemas),
+        "responses": _responses(operation, kind, dialect_of(rule.rule), schemas),
     }
     if operation.body is not None:
         content = {"application/json": {"schema": schemas.body(operation.body)}}
@@ -163,7 +167,7 @@ def _path_parameter(name: str, description: str) -> Json:
     return {"name": name, "in": "path", "required": True, "description": description, "schema": schema}
 
 
-def _responses(operation: Operation, kind: RouteKind, schemas: _Schemas) -> Json:
+def _responses(operation: Operation, kind: RouteKind, dialect: Dialect, schemas: _Schemas) -> Json:
     """What an operation answers, by status."""
     told: dict[int, Json] = {
         status: _response(HTTPStatus(status).phrase, {"application/json": {"schema": schemas.answer(told_as)}})
@@ -172,9 +176,9 @@ def _responses(operation: Operation, kind: RouteKind, schemas: _Schemas) -> Json
     if operation.text is not None:
         told[200] = _response("OK", {operation.text: {"schema": {"type": "string"}}})
     if operation.events is not None:
-        told.setdefault(200, _response("OK", {}))["content"]["text/event-stream"] = _stream(operation, schemas)
+        told.setdefault(200, _response("OK", {}))["content"]["text/event-stream"] = _stream(operation, dialect, schemas)
     for status, errors in _errors(operation, kind).items():
-        told[status] = _error_response(errors, schemas)
+        told[status] = _error_response(errors, dialect, schemas)
     return {str(status): told[status] for status in sorted(told)}
 
 
@@ -183,9 +187,9 @@ def _response(description: str, content: Json, *headers: str) -> Json:
     return {"description": description, "headers": references, "content": content}
 
 
-def _stream(operation: Operation, schemas: _Schemas) -> Json:
+def _stream(operation: Operation, dialect: Dialect, schemas: _Schemas) -> Json:
     told = _NAMED if operation.named_events else _UNNAMED
-    items = {"anyOf": [schemas.answer(operation.events), schemas.answer(Error)]}
+    items = {"anyOf": [schemas.answer(operation.events), schemas.answer(_ERRORS[dialect])]}
     return {"schema": {"description": told}, "x-itemSchema": items}
 
 
@@ -197,9 +201,12 @@ def _errors(operation: Operation, kind: RouteKind) -> Mapping[int, list[type[Tri
     return found
 
 
-def _error_response(errors: list[type[TrioserveError]], schemas: _Schemas) -> Json:
-    codes = {"code": {"enum": [error.code for error in errors]}, "type": {"enum": sorted({e.type for e in errors})}}
-    schema = {**schemas.answer(Error), "properties": {"error": {"properties": codes}}}
+def _error_response(errors: list[type[TrioserveError]], dialect: Dialect, schemas: _Schemas) -> Json:
+    if dialect is ANTHROPIC:
+        codes = {"type": {"enum": [anthropic_type(errors[0].status)]}}
+    else:
+        codes = {"code": {"enum": [error.code for error in errors]}, "type": {"enum": sorted({e.type for e in errors})}}
+    schema = {**schemas.answer(_ERRORS[dialect]), "properties": {"error": {"properties": codes}}}
     described = " ".join(f"{error.code}: {_meaning(error)}" for error in errors)
     headers = [
         *(["www-authenticate"] if AuthenticationError in errors else []),

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a route, in OpenAI's error shape."""
+"""Whatever goes wrong in a route, in the error shape of its path."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trioserve.errors import (
     RouteNotFoundError,
     TrioserveError,
 )
+from trioserve.http.dialect import Dialect
 from trioserve.http.exchange import Exchange, error_headers
-from trioserve.http.render import error_body
 
 logger = logging.getLogger("trioserve.http")
 
 
-def respond(error: TrioserveError) -> Response:
+def respond(error: TrioserveError, dialect: Dialect) -> Response:
     """The response that tells an error."""
-    response = Response(error_body(error), status=error.status)
+    response = Response(dialect.body(error), status=error.status)
     for name, value in error_headers(error):
         response.headers[name.decode()] = value.decode()
     return response
@@ -60,8 +60,9 @@ def register(app: QuartTrio, max_body_bytes: int) -> None:
 
 
 def _told(error: TrioserveError) -> Response:
-    Exchange.of(request.scope).note_error(error)
-    return respond(error)
+    exchange = Exchange.of(request.scope)
+    exchange.note_error(error)
+    return respond(error, exchange.dialect)
 
 
 def _log(error: Exception) -> None:

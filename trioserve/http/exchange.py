@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import uuid
@@ -12,9 +13,8 @@ from typing import Any, Protocol
 import trio
 
 from trioserve.errors import TrioserveError
-from trioserve.http.render import error_body
+from trioserve.http.dialect import dialect_of
 from trioserve.http.routing import UNMATCHED
-from trioserve.http.sse import frame
 from trioserve.http.trace import trace_of
 from trioserve.origin import Origin
 
@@ -69,6 +69,8 @@ class Exchange:
 
     Attributes:
         origin: what log lines and counts tell of the request.
+        dialect: in which errors are told.
+        tell: makes the event that tells an error in the midst of a stream; a stream may have one of its own.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class Exchange:
         self.request_id = _request_id(scope["headers"])
         trace = trace_of(scope["headers"])
         self.origin = Origin(self.request_id, route, trace={} if trace is None else trace._asdict())
+        self.dialect = dialect_of(scope["path"])
+        self.tell = self.dialect.event
         self._witness = witness
         self._wants_work = scope.get("method") == "POST" and route != UNMATCHED
         self.started = self.finished = False
@@ -158,7 +162,7 @@ class Exchange:
     async def refuse(self, error: TrioserveError) -> None:
         """Answer with an error, without the application."""
         self.note_error(error)
-        body = error_body(error)
+        body = self.dialect.body(error)
         await self.reply(error.status, [*error_headers(error), (b"content-length", str(len(body)).encode())], body)
 
     async def reply(self, status: int, headers: Iterable[Header], body: bytes = b"") -> None:
@@ -171,14 +175,19 @@ class Exchange:
             nursery.cancel_scope.cancel()
 
     async def give_up(self, error: TrioserveError) -> None:
-        """Tell the client how its request ended when the application can't any more, also in a cancelled task."""
+        """Tell the client how its request ended when the application can't any more, also in a cancelled task.
+
+        One that takes nothing is not told: the server wants this task to end.
+        """
         if self.finished:
             return
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _FAREWELL_SECONDS):
+        self._send_timeout = min(self._send_timeout, _FAREWELL_SECONDS)  # that of the last message stands for itself
+        farewell = trio.CancelScope(shield=True, deadline=trio.current_time() + _FAREWELL_SECONDS)
+        with farewell, contextlib.suppress(ClientStalledError):
             if not self.started:
                 await self.refuse(error)
             else:
-                body = frame(error_body(error)) if self._is_stream else b""
+                body = self.tell(error) if self._is_stream else b""
                 await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _hear_out(self) -> None:

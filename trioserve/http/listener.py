@@ -18,10 +18,10 @@ from typing import Any
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config as HypercornConfig
-from hypercorn.events import Closed, RawData
-from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, H2Protocol, StreamBuffer
 from hypercorn.trio.tcp_server import TCPServer
-from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.trio.worker_context import EventWrapper, WorkerContext
 from hypercorn.typing import ConnectionState
 
 from trioserve.config import Config
@@ -113,6 +113,31 @@ class BoundedStream(trio.abc.HalfCloseableStream):
         await self._stream.aclose()
 
 
+class BoundedBuffer(StreamBuffer):
+    """What waits for the window of one HTTP/2 stream: ``BUFFER_HIGH_WATER`` bytes and two messages at most.
+
+    Hypercorn's own lets a message in whenever it has looked for something to send, also where the window is used up and
+    nothing could be: it would take in the whole answer of a client that takes nothing, at the full speed of its slot.
+    """
+
+    async def pop(self, max_length: int) -> bytes:
+        """Take what may be sent; only room lets the next message in."""
+        data = bytes(self.buffer[:max_length])
+        del self.buffer[:max_length]
+        if len(self.buffer) < BUFFER_HIGH_WATER:
+            await self._paused.set()
+        if not self.buffer:
+            await self._is_empty.set()
+        return data
+
+
+class _BoundedBuffers(dict[int, StreamBuffer]):
+    """Replaces each buffer that Hypercorn makes for a stream."""
+
+    def __setitem__(self, stream_id: int, buffer: StreamBuffer) -> None:
+        super().__setitem__(stream_id, BoundedBuffer(EventWrapper))
+
+
 class Connection(TCPServer):
     """Hypercorn's connection, made to end with its client, to fail alone, and to wait for no head for ever."""
 
@@ -124,6 +149,13 @@ class Connection(TCPServer):
             # Hypercorn raises on some input, such as an HTTP/2 path that is not ASCII. Left alone, that would end all
             # other connections with this one.
             logger.warning("connection failed", exc_info=error)
+
+    async def protocol_send(self, event: Event) -> None:
+        """Send, and on HTTP/2 see before the first byte, so before the first stream, that its buffers are bounded."""
+        protocol = self.protocol.protocol
+        if isinstance(protocol, H2Protocol) and not isinstance(protocol.stream_buffers, _BoundedBuffers):
+            protocol.stream_buffers = _BoundedBuffers()
+        await super().protocol_send(event)
 
     async def _read_data(self) -> None:
         # Hypercorn reads nothing while bytes of a next request wait for the end of this one, and would not see that the

@@ -49,6 +49,11 @@ def usage(counts: Usage) -> dict[str, Any]:
     }
 
 
+def counted(done: Done, choices: int) -> Usage:
+    """What an answer adds to the usage of its request: of several choices the first one counts the prompt."""
+    return done.usage if done.index % choices == 0 else Usage(0, done.usage.completion_tokens)
+
+
 def timings(answers: Sequence[Done]) -> dict[str, Any]:
     """llama-server's object about one answer, or about several: all their tokens, and the longest of their times."""
     counts = sum((done.usage for done in answers), start=Usage(0, 0))
@@ -141,15 +146,27 @@ class ChatShape:
         """More text."""
         return _choice(index, {"delta": {"content": text}}, cls._logprobs(likelihoods))
 
+    @classmethod
+    def delta(cls, fields: Mapping[str, Any], index: int, likelihoods: Sequence[Likelihood] = ()) -> dict[str, Any]:
+        """More of anything."""
+        return _choice(index, {"delta": fields}, cls._logprobs(likelihoods))
+
     @staticmethod
     def ending(reason: str, index: int) -> dict[str, Any]:
         """The end of the text."""
         return _choice(index, {"delta": {}}, reason=reason)
 
     @classmethod
-    def choice(cls, text: str, reason: str, index: int, likelihoods: Sequence[Likelihood] = ()) -> dict[str, Any]:
-        """The whole answer."""
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def choice(
+        cls,
+        text: str | None,
+        reason: str,
+        index: int,
+        likelihoods: Sequence[Likelihood] = (),
+        more: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The whole answer; ``more`` are further fields of its message."""
+        message = {"role": "assistant", "content": text, "refusal": None, **(more or {})}
         return _choice(index, {"message": message}, cls._logprobs(likelihoods), reason)
 
     @staticmethod
@@ -222,6 +239,6 @@ def whole(
     shape: Shape, generation: Generation, choices: Sequence[object], answers: Sequence[Done], *, with_timings: bool
 ) -> Mapping[str, Any]:
     """An answer in one piece, with the ends of all the answers in it."""
-    counts = sum((done.usage for done in answers), start=Usage(0, 0))
+    counts = sum((counted(done, generation.choices) for done in answers), start=Usage(0, 0))
     more = {"timings": timings(answers)} if with_timings else {}
     return {**envelope(shape, generation, shape.whole), "choices": choices, "usage": usage(counts), **more}

@@ -8,12 +8,15 @@ from typing import Any
 from trioserve.engine.sampling import Dry, Mirostat, Sampling, fold_seed
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import CompletionRequest
+from trioserve.http.schemas.messages import CountTokensRequest, MessagesRequest
+from trioserve.http.schemas.responses_api import ResponsesRequest
 from trioserve.service import BatchRequest, GenerationRequest
 from trioserve.service.requests import Prompt
 
 _RANDOM_SEED = -1
 
 Body = ChatCompletionRequest | CompletionRequest
+Translated = MessagesRequest | ResponsesRequest
 
 
 def batch_request(body: Body, request_id: str) -> BatchRequest:
@@ -21,6 +24,7 @@ def batch_request(body: Body, request_id: str) -> BatchRequest:
     return BatchRequest(
         [_item(body, prompt, choice, request_id) for prompt in body.prompts for choice in range(body.choices)],
         all_or_nothing=True,
+        choices=body.choices,
         model=body.model,
         busy_timeout_ms=body.busy_timeout_ms,
         request_id=request_id,
@@ -31,6 +35,30 @@ def generation_request(body: Body, request_id: str) -> GenerationRequest:
     """The one answer that a body asks for."""
     (prompt,) = body.prompts
     return _item(body, prompt, 0, request_id)
+
+
+def translated_request(body: Translated, request_id: str) -> GenerationRequest:
+    """The answer that a body of another API asks for; for what that can't say the defaults hold."""
+    form = body.form
+    return GenerationRequest(
+        prompt=body.prompt,
+        prompt_field=body.prompt_field,
+        model=body.model,
+        max_tokens=body.limit,
+        sampling=Sampling(**_present(body.sampling.items()), seed=fold_seed(None)),
+        stops=body.stops,
+        constraint=form[1] if form else None,
+        constraint_field=form[0] if form else "constraint",
+        busy_timeout_ms=body.busy_timeout_ms,
+        request_id=request_id,
+    )
+
+
+def count_request(body: CountTokensRequest, request_id: str) -> GenerationRequest:
+    """The prompt that a body asks to count."""
+    return GenerationRequest(
+        prompt=body.prompt, model=body.model, busy_timeout_ms=body.busy_timeout_ms, request_id=request_id
+    )
 
 
 def _item(body: Body, prompt: Prompt, choice: int, request_id: str) -> GenerationRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -25,6 +26,11 @@ def named_frame(name: str, data: bytes) -> bytes:
     return b"event: " + name.encode() + b"\n" + frame(data)
 
 
+def error_frame(error: TrioserveError) -> bytes:
+    """The last event of a stream that failed."""
+    return frame(error_body(error))
+
+
 class Source(Protocol):
     """What a stream is made of."""
 
@@ -39,17 +45,29 @@ class EventStream(ResponseBody):
     Not an async generator: Quart enters no body whose request was cancelled in between, and a generator that was never
     entered never runs its ``finally``. What a stream holds is freed by the request's scope instead.
 
-    An error ends the stream with one event that tells it, and no ``[DONE]``.
+    An error ends the stream with one event that tells it, and no ending.
 
     Arguments:
         source: of the frames.
-        ping_interval: seconds of silence after which a comment is sent; infinity sends none.
+        ping_interval: seconds of silence after which something is sent; infinity sends nothing.
         ending: what follows the last frame.
+        ping: what is sent in silence.
+        tell: makes the event of an error.
     """
 
-    def __init__(self, source: Source, ping_interval: float, ending: bytes = DONE) -> None:
+    def __init__(
+        self,
+        source: Source,
+        ping_interval: float,
+        ending: bytes = DONE,
+        *,
+        ping: bytes = PING,
+        tell: Callable[[TrioserveError], bytes] = error_frame,
+    ) -> None:
         self._source = source
         self._ending = ending
+        self._ping = ping
+        self._tell = tell
         self._ping_interval = ping_interval
         self._ended = False
 
@@ -72,9 +90,9 @@ class EventStream(ResponseBody):
                 frames = await self._source.next_frames()
             except TrioserveError as error:
                 self._ended = True
-                return frame(error_body(error))
+                return self._tell(error)
             self._ended = not frames
             if not frames and not self._ending:
                 raise StopAsyncIteration
             return frames or self._ending
-        return PING
+        return self._ping

@@ -46,11 +46,13 @@ class BatchSessions:
         sequences = min(self._capacity, len(works))
         while sequences > self._options.max_sequences:
             options = replace(self._options, n_ctx=n_ctx, max_sequences=sequences)
+            reason: object = "too little memory is free"
             if self._has_room(options):
                 try:
                     return self._weights.open_session(options)
                 except LoadFailure as error:
-                    logger.warning("no session for %d sequences of %d tokens: %s", sequences, n_ctx, error)
+                    reason = error
+            logger.warning("no session for %d sequences of %d tokens: %s", sequences, n_ctx, reason)
             sequences //= 2
         return None
 

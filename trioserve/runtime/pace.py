@@ -19,7 +19,8 @@ class Pace:
 
     The threads of a step meet after every operation. As long as each has a core of its own, more of them are faster;
     but where another program takes a core away from one of them, all the others wait for it, many times in each step,
-    and one thread alone can be ten times as fast. That changes while a request runs, so it is tried again and again:
+    and one thread alone can be twice as fast, or a hundred times where waiting threads don't let go of their cores
+    (``engine.llama.waiting``). That changes while a request runs, so it is tried again and again:
     half as many threads soon and rather often, since that costs little where it is in vain; twice as many seldom, since
     that may cost a lot. The answer doesn't depend on the number of threads, only its speed does.
     """

@@ -6,7 +6,7 @@ import logging
 import time
 
 from trioserve.engine.base import Failed, Finished, FinishReason, Likelihood, StepEvent, Token
-from trioserve.errors import EngineError
+from trioserve.errors import EngineError, InvalidRequestError, TrioserveError
 from trioserve.runtime.job import Times
 from trioserve.service.events import Done, Failure, Part, TextDelta, Timings, Usage
 from trioserve.service.metrics import Histogram
@@ -58,7 +58,7 @@ class Answer:
             usage = Usage(self.prompt_tokens, self.completion_tokens, event.cached)
             # What was held back to the end is told, unless it was a stop string.
             rest = self._text(event.text) if event.text or self._cut_off(event) else []
-            return [*rest, Done(event.reason, usage, self._timings(), self.index)]
+            return [*rest, Done(event.reason, usage, self._timings(), self.index, event.stop)]
         if isinstance(event, Failed):
             return [Failure(failure(event), self.index)]
         raise failure(event)
@@ -93,10 +93,12 @@ class Answer:
         )
 
 
-def failure(event: StepEvent) -> EngineError:
+def failure(event: StepEvent) -> TrioserveError:
     """The error that an event is to the client where it is none of those that were hoped for."""
     if not isinstance(event, Failed):
         return EngineError(f"unexpected event {event!r}")
+    if event.unanswerable:
+        return InvalidRequestError(f"the answer can't go on: {event.message}")
     logger.error("inference failed: %s", event.message)
     return EngineError("inference failed")
 

@@ -69,12 +69,21 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer to one prompt of the request is complete."""
+    """The answer to one prompt of the request is complete.
+
+    Attributes:
+        finish_reason: why.
+        usage: tokens of prompt and answer.
+        timings: where its time went.
+        index: of the prompt.
+        stop: the stop string that ended it, where one did.
+    """
 
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
     index: int = 0
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,17 +20,23 @@ class Generation:
     Arguments:
         begun: the request. Prompts that could not be honoured are told first, and those that are to be echoed.
         all_or_nothing: an answer that fails ends all of them, with its error. Otherwise it is a part among the others.
+        choices: how many answers in a row are to the same prompt.
+
+    Attributes:
+        expected: how to read the answers to conversations, by index.
     """
 
-    def __init__(self, begun: Begun, *, all_or_nothing: bool = True) -> None:
+    def __init__(self, begun: Begun, *, all_or_nothing: bool = True, choices: int = 1) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.model = begun.model
+        self.expected = begun.prepared.expected
         self._job = begun.job
         self._answers = _answers(begun)
         refused, echoes = begun.prepared.refused, begun.prepared.echoes
         self._known: list[Part] = [*refused, *(TextDelta(text, index) for index, text in echoes.items())]
         self._all_or_nothing = all_or_nothing
+        self.choices = choices
         self._open = len(self._answers)
         self._failed = len(refused)
         self.prompts = self._open + self._failed

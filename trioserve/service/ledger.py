@@ -109,7 +109,8 @@ class Record:
         if error.status >= 500:
             # What a client did wrong may be told in its own words, which don't belong in the log.
             self.fields["detail"] = error.message
-        if isinstance(error, ServerBusyError) or error.status < 500:
+        at_work = self.phase in (RequestPhase.PREFILL, RequestPhase.DECODE)
+        if isinstance(error, ServerBusyError) or (error.status < 500 and not at_work):
             self.reason = error.reason
             self.advance(RequestEvent.REJECTED)
         elif isinstance(error, ShuttingDownError):

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import trio
 
-from trioserve.chat import ChatTemplate, default_template, normalise_messages, render_prompt
+from trioserve.chat import ChatTemplate, Expected, ToolUse, default_template, normalise_messages, render_chat
 from trioserve.config import ModelConfig
-from trioserve.engine.base import ConstraintError, EmbeddingInput, SequenceRequest, Task, Weights, Work
+from trioserve.engine.base import (
+    Constraint,
+    ConstraintError,
+    ConstraintKind,
+    EmbeddingInput,
+    SequenceRequest,
+    Task,
+    Weights,
+    Work,
+)
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError, WrongTaskError
 from trioserve.runtime.pool import Pool
@@ -30,6 +39,8 @@ from trioserve.service.requests import (
 
 _INLINE_CHARACTERS = 4096  # shorter prompts are prepared faster than a thread is woken
 _PREPARATIONS = 4
+_COMPILATIONS = 2  # of grammars: some take many seconds, and prompts without one shall not wait behind them
+_FORMS_CHARACTERS = 64 * 1024
 _TOKENISED_CHARACTERS = 256 * 1024  # a longer text is only tokenised where it could fit: that takes a second a megabyte
 
 
@@ -42,12 +53,14 @@ class Prepared:
         sequences: what can be honoured, by its place in the request.
         refused: the others.
         echoes: texts of the prompts that are to be told before their answers, by place.
+        expected: how to read the answers to conversations, by their place in the request.
     """
 
     pool: Pool
     sequences: Mapping[int, Work]
     refused: Sequence[Failure]
     echoes: Mapping[int, str] = field(default_factory=dict)
+    expected: Mapping[int, Expected] = field(default_factory=dict)
 
     @property
     def reused_prompt(self) -> Sequence[int]:
@@ -62,6 +75,7 @@ class Preparer:
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(_PREPARATIONS)
+        self._grammar_limiter = trio.CapacityLimiter(_COMPILATIONS)
         self._compiled_for: weakref.WeakSet[Pool] = weakref.WeakSet()
 
     async def prepare(self, pool: Pool, request: Request) -> Prepared:
@@ -75,12 +89,24 @@ class Preparer:
         has_chat = any(isinstance(prompt, ChatPrompt) for prompt in prompts_of(request))
         # Compiling a large template takes too long for the event loop.
         if _is_short(request) and (not has_chat or pool in self._compiled_for):
-            return _prepare(pool, request)
+            return _prepare(pool, request, lambda: None)
+        limiter = self._grammar_limiter if _has_constraint(request) else self._limiter
         with pool.reading():
-            prepared = await trio.to_thread.run_sync(_prepare, pool, request, limiter=self._limiter)
+            # A client that leaves is noticed between two prompts.
+            check_cancelled = trio.from_thread.check_cancelled
+            prepared = await trio.to_thread.run_sync(_prepare, pool, request, check_cancelled, limiter=limiter)
         if has_chat:
             self._compiled_for.add(pool)
         return prepared
+
+    async def count(self, pool: Pool, request: GenerationRequest) -> int:
+        """Count the tokens of a prompt, whether or not it fits.
+
+        Raises:
+            InvalidRequestError: it can't be turned into tokens, or is far too long to be.
+        """
+        with pool.reading():
+            return await trio.to_thread.run_sync(_count, pool, request, limiter=self._limiter)
 
 
 def check_task(config: ModelConfig, task: Task) -> None:
@@ -96,38 +122,74 @@ def check_task(config: ModelConfig, task: Task) -> None:
         )
 
 
-def _prepare(pool: Pool, request: Request) -> Prepared:
+def _prepare(pool: Pool, request: Request, check_cancelled: Callable[[], None]) -> Prepared:
     """See ``Preparer.prepare``."""
-    return _prepare_inputs(pool, request) if isinstance(request, EmbeddingRequest) else _prepare_all(pool, request)
+    if isinstance(request, EmbeddingRequest):
+        return _prepare_inputs(pool, request, check_cancelled)
+    return _prepare_all(pool, request, check_cancelled)
 
 
-def _prepare_all(pool: Pool, request: BatchRequest) -> Prepared:
+def _prepare_all(pool: Pool, request: BatchRequest, check_cancelled: Callable[[], None]) -> Prepared:
     """See ``Preparer.prepare``."""
     sequences: dict[int, SequenceRequest] = {}
     echoes: dict[int, str] = {}
+    expected: dict[int, Expected] = {}
     refused: list[Failure] = []
+    forms = _Forms()
+    before: GenerationRequest | None = None
+    reading: Expected | None = None
+    echo = ""
     for index, item in enumerate(request.items):
+        check_cancelled()
         try:
             if isinstance(item, TrioserveError):
                 raise item
-            sequences[index] = prepare(pool, item)
-            if item.echo and (text := _text(pool, item.prompt)):
-                echoes[index] = text
+            forms.add(item)
+            if before is not None and item.prompt is before.prompt:  # another choice of the same prompt
+                sequences[index] = replace(sequences[index - 1], sampling=item.sampling)
+            else:
+                sequences[index], reading = prepare(pool, item)
+                echo = _text(pool, item.prompt) if item.echo else ""
+                before = item
+            expected |= {} if reading is None else {index: reading}
+            echoes |= {index: echo} if echo else {}
         except TrioserveError as error:
+            before = None
             if request.all_or_nothing:
-                raise _placed(error, index, len(request.items)) from None
+                raise _placed(error, index // request.choices, len(request.items) // request.choices) from None
             refused.append(Failure(error, index))
-    return Prepared(pool, sequences, refused, echoes)
+    if len(sequences) > 1:
+        sequences = {index: replace(sequence, reuse=False) for index, sequence in sequences.items()}
+    return Prepared(pool, sequences, refused, echoes, expected)
 
 
-def _placed(error: TrioserveError, index: int, items: int) -> TrioserveError:
-    """Say which of several prompts an error is about."""
-    if items == 1:
+class _Forms:
+    """Bounds what the forms of a batch take together; each of them is compiled once."""
+
+    def __init__(self) -> None:
+        self._seen: set[Constraint] = set()
+        self._characters = 0
+
+    def add(self, item: GenerationRequest) -> None:
+        if item.constraint is None or item.constraint in self._seen:
+            return
+        self._seen.add(item.constraint)
+        self._characters += len(item.constraint.source)
+        if self._characters > _FORMS_CHARACTERS:
+            raise InvalidRequestError(
+                f"{item.constraint_field}: the forms of a batch may have {_FORMS_CHARACTERS} characters together",
+                param=item.constraint_field,
+            )
+
+
+def _placed(error: TrioserveError, index: int, prompts: int) -> TrioserveError:
+    """Say which of several prompts an error is about, where it is about a prompt."""
+    if prompts == 1 or error.param != "prompt":
         return error
-    return type(error)(f"{error.param or 'prompt'}[{index}]: {error.message}", param=error.param)
+    return type(error)(f"prompt[{index}]: {error.message}", param=error.param)
 
 
-def _prepare_inputs(pool: Pool, request: EmbeddingRequest) -> Prepared:
+def _prepare_inputs(pool: Pool, request: EmbeddingRequest, check_cancelled: Callable[[], None]) -> Prepared:
     """Tokenise and check the inputs of a request for vectors; one that can't be honoured refuses it."""
     limit = pool.weights.n_embd
     if request.dimensions is not None and request.dimensions > limit:
@@ -135,7 +197,10 @@ def _prepare_inputs(pool: Pool, request: EmbeddingRequest) -> Prepared:
             f"dimensions is {request.dimensions}, but this model's vectors have {limit}", param="dimensions"
         )
     names = ["input"] if len(request.inputs) == 1 else [f"input[{index}]" for index in range(len(request.inputs))]
-    tokens = [_input_tokens(pool, prompt, name) for prompt, name in zip(request.inputs, names, strict=True)]
+    tokens = []
+    for prompt, name in zip(request.inputs, names, strict=True):
+        check_cancelled()
+        tokens.append(_input_tokens(pool, prompt, name))
     return Prepared(pool, {index: EmbeddingInput(each, request.dimensions) for index, each in enumerate(tokens)}, ())
 
 
@@ -158,8 +223,11 @@ def _check_input(tokens: int, pool: Pool, name: str, *, at_least: bool = False) 
         )
 
 
-def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
+def prepare(pool: Pool, request: GenerationRequest) -> tuple[SequenceRequest, Expected | None]:
     """Render, tokenise and check a prompt. Reads the pool's weights only.
+
+    Returns:
+        What the engine takes, and how to read the answer to a conversation.
 
     Raises:
         ContextLengthError: it does not fit.
@@ -170,20 +238,28 @@ def prepare(pool: Pool, request: GenerationRequest) -> SequenceRequest:
     if request.suffix:
         least += _least_tokens(pool, TextPrompt(request.suffix))
     _check_length(least, pool, request, at_least=True)
-    prompt = _with_suffix(pool, request) if request.suffix else _tokens(pool, request)
+    prompt, expected = (_with_suffix(pool, request), None) if request.suffix else _tokens(pool, request)
     _check_length(len(prompt), pool, request)
     _check_biases(request.sampling, pool.weights.vocab_size)
-    _check_constraint(request, pool.weights)
-    return SequenceRequest(
+    constraint = _constraint(pool, request, expected)
+    sequence = SequenceRequest(
         prompt=prompt,
         max_tokens=request.max_tokens or pool.n_ctx,
         sampling=request.sampling,
         stops=request.stops,
         ignore_eos=request.ignore_eos,
         logprobs=request.logprobs,
-        constraint=request.constraint,
+        constraint=constraint,
         reuse=request.cache_prompt and pool.config.cache_prompt,
     )
+    return sequence, expected
+
+
+def _count(pool: Pool, request: GenerationRequest) -> int:
+    """See ``Preparer.count``. A text that takes long to tokenise has to fit: counts are for prompts that are meant."""
+    if _size(request.prompt) > _TOKENISED_CHARACTERS:
+        _check_length(_least_tokens(pool, request.prompt), pool, request, at_least=True)
+    return len(_tokens(pool, request)[0])
 
 
 def _least_tokens(pool: Pool, prompt: Prompt) -> int:
@@ -191,6 +267,7 @@ def _least_tokens(pool: Pool, prompt: Prompt) -> int:
     if isinstance(prompt, TokenPrompt):
         return len(prompt.tokens)
     messages = prompt.messages if isinstance(prompt, ChatPrompt) else ()
+    # Without those of tools, which have a bound of their own.
     characters = sum(len(str(message.get("content"))) for message in messages)
     if isinstance(prompt, TextPrompt):
         characters = len(prompt.text)
@@ -209,15 +286,16 @@ def _check_length(tokens: int, pool: Pool, request: GenerationRequest, *, at_lea
         )
 
 
-def _tokens(pool: Pool, request: GenerationRequest) -> list[int]:
-    weights, prompt = pool.weights, request.prompt
+def _tokens(pool: Pool, request: GenerationRequest) -> tuple[list[int], Expected | None]:
+    weights, prompt, expected = pool.weights, request.prompt, None
     if isinstance(prompt, TokenPrompt):
         tokens = checked_tokens(prompt, weights.vocab_size, "prompt")
     elif isinstance(prompt, ChatPrompt):
-        tokens = tokenize_chat(pool, render_chat(pool, prompt.messages))
+        text, expected = conversation(pool, prompt)
+        tokens = tokenize_conversation(pool, text)
     else:
         tokens = weights.tokenize(prompt.text, special=True, add_bos=True)
-    return tokens or _empty_prompt(weights, request)
+    return tokens or _empty_prompt(weights, request), expected
 
 
 def _with_suffix(pool: Pool, request: GenerationRequest) -> list[int]:
@@ -250,17 +328,17 @@ def text_of(weights: Weights, tokens: Sequence[int]) -> str:
     return b"".join([pieces[token] for token in tokens]).decode("utf-8", "replace")
 
 
-def render_chat(pool: Pool, messages: Sequence[Mapping[str, object]]) -> str:
-    """The prompt that the model's chat template makes of a conversation.
+def conversation(pool: Pool, prompt: ChatPrompt) -> tuple[str, Expected]:
+    """The text that the model's chat template makes of a conversation, and how to read the answer to it.
 
     Raises:
         ChatTemplateError: it refused the messages.
     """
-    return render_prompt(_template(pool), normalise_messages(messages))
+    return render_chat(_template(pool), normalise_messages(prompt.messages), prompt.tools)
 
 
-def tokenize_chat(pool: Pool, text: str) -> list[int]:
-    """The tokens of what ``render_chat`` made."""
+def tokenize_conversation(pool: Pool, text: str) -> list[int]:
+    """The tokens of the text of a conversation."""
     # Templates often begin with the beginning-of-sequence token themselves; the model shall see it once.
     bos_text = pool.weights.bos_text
     return pool.weights.tokenize(text, special=True, add_bos=not (bos_text and text.startswith(bos_text)))
@@ -300,14 +378,31 @@ def _check_biases(sampling: Sampling, vocab_size: int) -> None:
             )
 
 
-def _check_constraint(request: GenerationRequest, weights: Weights) -> None:
-    if request.constraint is None:
-        return
+def _constraint(pool: Pool, request: GenerationRequest, expected: Expected | None) -> Constraint | None:
+    """The form of the answer, which can be followed: that of calls, or the one that was asked for."""
+    if expected is not None and (grammar := expected.grammar(_template(pool).source)) is not None:
+        constraint, name = Constraint(ConstraintKind.LARK, grammar), "tools"
+    elif request.constraint is not None:
+        constraint, name = request.constraint, request.constraint_field
+    else:
+        return None
     try:
-        weights.check_constraint(request.constraint)
+        pool.weights.check_constraint(constraint)
     except ConstraintError as error:
-        name = request.constraint_field
+        if expected is not None and expected.use is not None:
+            _check_parameters(expected.use, pool.weights)
         raise InvalidRequestError(f"{name} can't be honoured: {error}", param=name) from None
+    return constraint
+
+
+def _check_parameters(use: ToolUse, weights: Weights) -> None:
+    """Say which tool it is whose parameters can't be followed."""
+    for index, tool in enumerate(use.tools):
+        try:
+            weights.check_constraint(Constraint(ConstraintKind.JSON_SCHEMA, tool.schema))
+        except ConstraintError as error:
+            name = f"tools[{index}].function.parameters"
+            raise InvalidRequestError(f"{name} can't be honoured: {error}", param=name) from None
 
 
 def _template(pool: Pool) -> ChatTemplate:
@@ -322,7 +417,7 @@ def _compiled(source: str, bos_token: str, eos_token: str) -> ChatTemplate:
 
 
 def _field(request: GenerationRequest) -> str:
-    return "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+    return request.prompt_field or ("messages" if isinstance(request.prompt, ChatPrompt) else "prompt")
 
 
 def _is_short(request: Request) -> bool:
@@ -332,7 +427,7 @@ def _is_short(request: Request) -> bool:
 
 
 def _has_constraint(request: Request) -> bool:
-    return any(item.constraint is not None for item in _items(request))
+    return any(item.constraint is not None or _has_tools(item.prompt) for item in _items(request))
 
 
 def _items(request: Request) -> Sequence[GenerationRequest]:
@@ -341,10 +436,15 @@ def _items(request: Request) -> Sequence[GenerationRequest]:
     return [item for item in items if isinstance(item, GenerationRequest)]
 
 
+def _has_tools(prompt: Prompt) -> bool:
+    return isinstance(prompt, ChatPrompt) and prompt.tools is not None
+
+
 def _size(prompt: Prompt) -> int:
     """How much work a prompt is, roughly, in characters."""
     if isinstance(prompt, TokenPrompt):
         return len(prompt.tokens)
     if isinstance(prompt, ChatPrompt):
+        # Tools always go to a thread; see _has_constraint.
         return sum(len(str(message.get("content"))) + 32 for message in prompt.messages)
     return len(prompt.text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
@@ -11,8 +11,8 @@ import trio
 from trioserve.engine.base import Task
 from trioserve.errors import InvalidRequestError
 from trioserve.runtime.pool import Pool
-from trioserve.service.prepare import checked_tokens, render_chat, text_of, tokenize_chat
-from trioserve.service.requests import TokenPrompt
+from trioserve.service.prepare import checked_tokens, conversation, text_of, tokenize_conversation
+from trioserve.service.requests import ChatPrompt, TokenPrompt
 
 MAX_CHARACTERS = 262_144
 """Of a text that is tokenised for itself. One that is to be answered has the context for its bound."""
@@ -90,11 +90,12 @@ class Rendering:
 
     task: ClassVar[Task | None] = Task.GENERATE
 
-    messages: Sequence[Mapping[str, object]]
+    prompt: ChatPrompt
 
     def ask(self, pool: Pool) -> str:
         """See ``Question.ask``."""
-        return render_chat(pool, self.messages)
+        text, _ = conversation(pool, self.prompt)
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +104,13 @@ class Count:
 
     task: ClassVar[Task | None] = Task.GENERATE
 
-    messages: Sequence[Mapping[str, object]]
+    prompt: ChatPrompt
 
     def ask(self, pool: Pool) -> int:
         """See ``Question.ask``."""
-        text = render_chat(pool, self.messages)
+        text, _ = conversation(pool, self.prompt)
         check_length(text, "messages")
-        return len(tokenize_chat(pool, text))
+        return len(tokenize_conversation(pool, text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from trioserve.chat.tools import ToolUse
 from trioserve.engine.base import Constraint, Task
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import TrioserveError
@@ -13,9 +14,15 @@ from trioserve.errors import TrioserveError
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation that the model's chat template turns into text. Each message has a ``role`` and ``content``."""
+    """A conversation that the model's chat template turns into text.
+
+    Attributes:
+        messages: each has a ``role`` and ``content``.
+        tools: that the answer may call.
+    """
 
     messages: Sequence[Mapping[str, object]]
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,7 @@ class GenerationRequest:
         constraint_field: what the client calls it.
         suffix: text that follows the answer, which fills the gap between the prompt and it; empty where there is none.
         echo: tell the prompt's text before the answer.
+        prompt_field: what the client calls the prompt; None where that follows from its kind.
         busy_timeout_ms: how long to wait for a slot; None leaves it to model and server, 0 is not at all.
         request_id: for the log.
     """
@@ -68,6 +76,7 @@ class GenerationRequest:
     constraint_field: str = "constraint"
     suffix: str = ""
     echo: bool = False
+    prompt_field: str | None = None
     busy_timeout_ms: int | None = None
     request_id: str = "-"
 
@@ -80,6 +89,7 @@ class BatchRequest:
         items: what is asked for, or why that can't be honoured. Their own ``model``, ``busy_timeout_ms`` and
             ``request_id`` are without effect.
         all_or_nothing: one that can't be honoured refuses the whole batch, one that fails ends it.
+        choices: how many items in a row are for the same prompt.
         model, busy_timeout_ms, request_id: as in ``GenerationRequest``.
     """
 
@@ -87,6 +97,7 @@ class BatchRequest:
 
     items: Sequence[GenerationRequest | TrioserveError]
     all_or_nothing: bool = False
+    choices: int = 1
     model: str | None = None
     busy_timeout_ms: int | None = None
     request_id: str = "-"

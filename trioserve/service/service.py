@@ -134,7 +134,8 @@ class Service:
             ShuttingDownError: the server drains.
         """
         batch = BatchRequest.of(request) if isinstance(request, GenerationRequest) else request
-        return Generation(await self._begin(batch, resources), all_or_nothing=batch.all_or_nothing)
+        begun = await self._begin(batch, resources)
+        return Generation(begun, all_or_nothing=batch.all_or_nothing, choices=batch.choices)
 
     async def embed(self, request: EmbeddingRequest, resources: ExitStack) -> Embedding:
         """Admit a request for vectors and let a slot begin to compute them; see ``start`` for arguments and errors."""
@@ -149,10 +150,28 @@ class Service:
         if question.task is not None:
             check_task(model.config, question.task)
         record = self._enter(model, request.request_id, resources)
-        with self._failing(record):
-            with record.scope:
-                return await self._read(model, question, request, record)
-            raise ShuttingDownError("the server is shutting down")
+        with _recorded(record):
+            return await self._read(model, question, request, record)
+
+    async def count_tokens(self, request: GenerationRequest, resources: ExitStack) -> int:
+        """Count the tokens of a prompt as the model takes it, without a slot where the model is loaded.
+
+        Arguments and errors are those of ``start``; a prompt that does not fit is counted all the same.
+        """
+        model = self._found(request.model)
+        check_task(model.config, BatchRequest.task)
+        if model.pool is not None:
+            return await self._preparer.count(model.pool, request)
+        record = self._enter(model, request.request_id, resources)
+        with _recorded(record):
+            lease = await model.admit(self._wait(model, request.busy_timeout_ms))
+            resources.callback(lease.release)
+            record.advance(RequestEvent.ADMITTED)
+            pool = await lease.ready()
+            record.advance(RequestEvent.STARTED)
+            count = await self._preparer.count(pool, request)
+            record.advance(RequestEvent.FINISHED)
+            return count
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest | BatchRequest) -> AsyncIterator[Generation]:
@@ -241,10 +260,8 @@ class Service:
         prepared = await self._prepare_early(model, request)
         self.check_accepting()  # once more: a drain that has begun meanwhile does not know of this request
         record = self._enter(model, request.request_id, resources)
-        with self._failing(record):
-            with record.scope:
-                return await self._run(model, request, prepared, record, resources)
-            raise ShuttingDownError("the server is shutting down")
+        with _recorded(record):
+            return await self._run(model, request, prepared, record, resources)
 
     def _found(self, model_id: str | None) -> Model:
         """The model that a newcomer asks for."""
@@ -260,17 +277,6 @@ class Service:
         resources.callback(record.close)
         record.on_abandon(resources.close)
         return record
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _failing(record: Record) -> Iterator[None]:
-        """Note the error that a request ends with."""
-        try:
-            yield
-        except Exception as error:
-            # Something unforeseen is a failure too: without this it would pass for a client that left.
-            record.fail(error if isinstance(error, TrioserveError) else EngineError("the request failed"))
-            raise
 
     async def _prepare_early(self, model: Model, request: Request) -> Prepared | None:
         """Check prompts before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""
@@ -360,6 +366,20 @@ class Service:
         with trio.move_on_after(CUT_GRACE):
             await self._ledger.wait_idle()
         self._ledger.abandon()
+
+
+@contextlib.contextmanager
+def _recorded(record: Record) -> Iterator[None]:
+    """Let a request be cut off within the block, and have its failure recorded."""
+    try:
+        with record.scope:
+            yield
+            return
+        raise ShuttingDownError("the server is shutting down")
+    except Exception as error:
+        # Something unforeseen is a failure too: without this it would pass for a client that left.
+        record.fail(error if isinstance(error, TrioserveError) else EngineError("the request failed"))
+        raise
 
 
 @contextlib.asynccontextmanager

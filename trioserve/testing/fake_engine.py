@@ -70,9 +70,16 @@ class FakeEngine:
         device_memory: bytes that are free on the GPU; None where there is none.
         gap: tokens with which its models fill gaps; None where they don't.
         closed: names of what was closed, in order.
+
+    Arguments:
+        max_sessions: how many sessions may exist at once.
+        answer_tokens: after so many letters the model ends each answer by itself; None never does.
+        answer_text: in ASCII, what every answer is; the model ends it by itself. None makes it from the prompt.
     """
 
-    def __init__(self, *, max_sessions: int = MAX_SLOTS, answer_tokens: int | None = None) -> None:
+    def __init__(
+        self, *, max_sessions: int = MAX_SLOTS, answer_tokens: int | None = None, answer_text: str | None = None
+    ) -> None:
         self.load_gate = ThreadGate()
         self.session_gate = ThreadGate()
         self.step_gate = ThreadGate()
@@ -88,7 +95,8 @@ class FakeEngine:
         self.closed: list[str] = []
         self.loads = 0
         self.max_sessions = max_sessions
-        self.answer_tokens = answer_tokens
+        self.answer_tokens = answer_tokens if answer_text is None else len(answer_text)
+        self.answer_text = answer_text
 
     def free_device_memory(self) -> int | None:
         """Free memory of a GPU, as the test says."""
@@ -175,13 +183,14 @@ class FakeWeights:
 class _Answer:
     """An answer that grows by one letter a step."""
 
-    def __init__(self, number: int, request: SequenceRequest, n_ctx: int, limit: int | None) -> None:
+    def __init__(self, number: int, request: SequenceRequest, n_ctx: int, engine: FakeEngine) -> None:
         self.ended = False
         self._number = number
-        self._text = fake_answer(
-            bytes(token % 256 for token in request.prompt), min(request.max_tokens, n_ctx - len(request.prompt))
-        )
-        self._limit = limit
+        most = min(request.max_tokens, n_ctx - len(request.prompt))
+        told, prompt = engine.answer_text, bytes(token % 256 for token in request.prompt)
+        self._text = fake_answer(prompt, most) if told is None else told[:most]
+        self._limit = engine.answer_tokens
+        self._cut = told is None or len(told) >= most
         self._given = 0
         self._assembler = TextAssembler(request.stops)
 
@@ -194,12 +203,12 @@ class _Answer:
         yield Token(self._number, ord(letter), self._assembler.feed(letter.encode()))
         if self._assembler.stopped:
             yield self._finished(FinishReason.STOP)
-        elif self._given == len(self._text):
+        elif self._given == len(self._text) and self._cut:
             yield self._finished(FinishReason.LENGTH)
 
     def _finished(self, reason: FinishReason) -> Finished:
         self.ended = True
-        return Finished(self._number, reason, "" if self._assembler.stopped else self._assembler.flush())
+        return Finished(self._number, reason, self._assembler.flush(), stop=self._assembler.stop)
 
 
 class _Vector:
@@ -239,7 +248,7 @@ class FakeSession:
         if isinstance(work, EmbeddingInput):
             self._live[number] = _Vector(number, work)
         else:
-            self._live[number] = _Answer(number, work, self.n_ctx, self._engine.answer_tokens)
+            self._live[number] = _Answer(number, work, self.n_ctx, self._engine)
         return number
 
     def step(self, threads: int) -> Sequence[StepEvent]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import threading
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import llama_cpp
 import numpy as np
@@ -19,10 +21,20 @@ import numpy.typing as npt
 from trioserve.engine.base import Constraint, ConstraintError, ConstraintKind
 from trioserve.engine.llama.vocabulary import Vocabulary
 
-_COMPILED = 32  # grammars that are kept for the next request with the same one
+_COMPILED = 16  # grammars that are kept for the next request with the same one,
+_COMPILED_CHARACTERS = (
+    512 * 1024
+)  # as long as they are no longer than this together: one takes a hundred times its source
 _BITS = 32
+# llguidance compiles by recursion, some kilobytes for each reference of a chain, and an overflow ends the process: room
+# for a source of a megabyte that is nothing but such a chain. Only what is used of it takes memory.
+_DEEP_STACK = 512 * 1024 * 1024
+_LAYOUT_OPTIONS = {"whitespace_flexible", "item_separator", "key_separator"}
+_OWN_OPTIONS = "x-guidance"  # where a schema could tell llguidance to ignore what it can't honour
 # Between the parts of JSON: enough to lay it out, too little to go on for ever, as small models do where they may.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}
+_deep_stack_lock = threading.Lock()
+Result = TypeVar("Result")
 
 
 class Matcher:
@@ -50,7 +62,7 @@ class Matcher:
             logits: ``[n_vocab]``, changed in place.
 
         Raises:
-            ConstraintError: the grammar has become too complex.
+            ConstraintError: the grammar has become too complex, or allows nothing.
         """
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
@@ -68,7 +80,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ConstraintError(str(self._matcher.get_error()))
+            raise _reason(self._matcher)
 
 
 class Constraints:
@@ -84,7 +96,7 @@ class Constraints:
         self._lock = threading.Lock()
 
     def check(self, constraint: Constraint) -> None:
-        """See that a grammar can be followed; the next ``matcher`` for it costs nothing.
+        """See that a grammar can be followed, and keep it for a while: the next ``matcher`` for it costs nothing.
 
         Raises:
             ConstraintError: it is wrong, can't be followed, or is too large. ``str()`` says what of it.
@@ -94,9 +106,14 @@ class Constraints:
                 self._compiled.move_to_end(constraint)
                 return
         compiled = self._compile(constraint)
+        # What allows nothing at all shows at its first step.
+        Matcher(compiled.deep_copy(), self._vocabulary.size).restrict(np.zeros(self._vocabulary.size, np.float32))
         with self._lock:
             self._compiled[constraint] = compiled
-            while len(self._compiled) > _COMPILED:
+            while len(self._compiled) > 1 and (
+                len(self._compiled) > _COMPILED
+                or sum(len(kept.source) for kept in self._compiled) > _COMPILED_CHARACTERS
+            ):
                 self._compiled.popitem(last=False)
 
     def matcher(self, constraint: Constraint) -> Matcher:
@@ -111,12 +128,13 @@ class Constraints:
     def _compile(self, constraint: Constraint) -> Any:
         import llguidance  # heavy: only where a request needs it
 
+        tokenizer = self._tokenizer
         try:
-            matcher = llguidance.LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
+            matcher = _with_deep_stack(lambda: llguidance.LLMatcher(tokenizer, _grammar(constraint), log_level=0))
         except Exception as error:
             raise ConstraintError(_first_line(str(error))) from None
         if matcher.is_error():
-            raise ConstraintError(_first_line(str(matcher.get_error())))
+            raise _reason(matcher)
         return matcher
 
     @functools.cached_property
@@ -144,7 +162,7 @@ def _grammar(constraint: Constraint) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        return str(LLMatcher.grammar_from_json_schema(constraint.source, defaults=_JSON_OPTIONS))
+        return str(LLMatcher.grammar_from_json_schema(_plain(constraint.source), defaults=_JSON_OPTIONS))
     if constraint.kind is ConstraintKind.REGEX:
         return str(LLMatcher.grammar_from_regex(constraint.source))
     source = constraint.source
@@ -153,8 +171,54 @@ def _grammar(constraint: Constraint) -> str:
     return str(LLMatcher.grammar_from_lark(source))
 
 
+def _plain(source: str) -> str:
+    """A schema as llguidance takes it: an object, with no options of llguidance's own but those of layout."""
+    schema = json.loads(source)
+    if isinstance(schema, bool):
+        return "{}" if schema else '{"enum":[]}'
+    options = schema.get(_OWN_OPTIONS, {})
+    if not (isinstance(options, dict) and options.keys() <= _LAYOUT_OPTIONS):
+        raise ConstraintError(f"Unimplemented keys: {_OWN_OPTIONS}")
+    return source
+
+
+def _with_deep_stack(function: Callable[[], Result]) -> Result:
+    """Call a function in a thread with a stack that no grammar overflows, and wait for it."""
+    outcome: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="grammar", daemon=True)
+    with _deep_stack_lock:
+        usual = threading.stack_size(_DEEP_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def _reason(matcher: Any) -> ConstraintError:
+    """Why a matcher can't go on."""
+    message = str(matcher.get_error())
+    # Its word for a step at which no token is allowed, not even the end.
+    if message.startswith("NoExtensionBias"):
+        return ConstraintError("it allows no answer")
+    return ConstraintError(_first_line(message))
+
+
 def _first_line(message: str) -> str:
     """The part of a message that says what is wrong, without the source it was found in."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error:")] or lines[:1] or ["it can't be followed"]
+    if "panic" in told[0] or "recursion" in told[0]:
+        return "it is too large, or nested too deeply"
     return told[0].removeprefix("error:").strip()[:300]

@@ -133,6 +133,7 @@ class Context:
             raise UnfitOptions('the model turns text into vectors and continues none: give it task = "embed"', "task")
         self._evaluate = llama_cpp.llama_encode if is_encoder else llama_cpp.llama_decode
         llama_cpp.llama_set_abort_callback(self._ctx, self._read_flag, ctypes.cast(self._flag, ctypes.c_void_p))
+        self._window: int = llama_cpp.llama_model_n_swa(model)
         self._threads = 0
         self.errors: list[str] = []
         self._row_type = ctypes.c_float * n_vocab
@@ -179,13 +180,21 @@ class Context:
             tokens: how many of its tokens stay.
 
         Returns:
-            False where the model can't forget a part of a sequence: then all of it was freed.
+            False where not all of these tokens are there any more: then all of the sequence was freed. Some models
+            can't forget a part of one, others keep no more of it than their window of attention.
         """
-        if llama_cpp.llama_memory_seq_rm(self._memory, sequence, tokens, -1):
+        if llama_cpp.llama_memory_seq_rm(self._memory, sequence, tokens, -1) and self._has(sequence, tokens):
             return True
         if not llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1):
             raise RuntimeError(f"sequence {sequence} could not be removed from the context's memory")
         return False
+
+    def _has(self, sequence: int, tokens: int) -> bool:
+        """Whether a sequence's memory holds all that its next token will look at."""
+        if not tokens:
+            return True
+        first = llama_cpp.llama_memory_seq_pos_min(self._memory, sequence)
+        return bool(first == 0 or 0 <= first < tokens - self._window)
 
     def lower(self) -> None:
         """Lower the abort flag."""
@@ -226,8 +235,14 @@ def _parameters(options: SessionOptions, *, offloaded: bool) -> Any:
         params.kv_unified = False
         # One row of logits per sequence is all that is ever asked for; the default reserves one for every token.
         params.n_outputs_max = options.max_sequences
+    # A cache of the whole context also for layers that look no further back than a window: only then can a sequence go
+    # on from any of its tokens, and only then does the estimate of its size hold.
+    params.swa_full = True
     params.type_k = params.type_v = _KV_TYPES[options.kv_dtype]
     params.flash_attn_type = _flash_attention(options, offloaded=offloaded)
+    # A GPU that was given no layers would still evaluate prompts of 32 tokens and more, with roundings of its own: an
+    # answer would depend on how its prompt was cut up. It would also take some hundred megabytes for that.
+    params.op_offload = offloaded
     params.no_perf = True
     return params
 

@@ -79,6 +79,7 @@ class DecodeCore:
         self._n_ctx = n_ctx
         self._chunk = chunk
         self._batch = Batch(max(n_batch, max_sequences))
+        self._max_sequences = max_sequences
         self._live: dict[int, _Live] = {}
         # The sequences that aren't live, and the tokens whose memory each of them still has.
         self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
@@ -98,8 +99,8 @@ class DecodeCore:
             raise ValueError(f"a prompt of {len(request.prompt)} tokens does not fit into {self._n_ctx} with an answer")
         if not self._kept:
             raise RuntimeError(f"all {len(self._live)} sequences of the context are live")
-        sampler = self._sampler(request)
         number, cached = self._place(request)
+        sampler = self._sampler(request)
         del self._kept[number]
         self._live[number] = _Live(number, request, cached, room, sampler)
         return number
@@ -125,7 +126,9 @@ class DecodeCore:
         """End a sequence. Its memory is kept for one that begins like it, as far as it is known to be good."""
         live = self._live.pop(number)
         live.sampler.close()
-        self._kept[number] = live.known if self._context.truncate(number, len(live.known)) else []
+        self._kept[number] = []  # whatever comes of the next line, the number is not lost
+        if self._context.truncate(number, len(live.known)):
+            self._kept[number] = live.known
 
     def end_all(self) -> None:
         """End all sequences and lower the abort flag."""
@@ -136,7 +139,7 @@ class DecodeCore:
     def clear(self) -> None:
         """Forget all sequences, live and kept, and lower the abort flag."""
         self._close_samplers()
-        self._kept = {number: [] for number in (*self._kept, *self._live)}
+        self._kept = {number: [] for number in range(self._max_sequences)}
         self._live.clear()
         self._context.reset()
 
@@ -181,6 +184,7 @@ class DecodeCore:
         cached = common[number]
         if not self._context.truncate(number, cached):
             cached = 0
+        self._kept[number] = list(request.prompt[:cached])
         return number, cached
 
     def _note_evaluated(self) -> None:
@@ -235,7 +239,7 @@ class DecodeCore:
             token, likelihood = live.sampler.choose(self._context, row.number)
         except ConstraintError as error:
             live.pending = ()
-            events.append(Failed(live.number, f"the constraint can't be followed any more: {error}"))
+            events.append(Failed(live.number, str(error), unanswerable=True))
             return
         if not live.ignore_eos and self._vocabulary.ends_generation(token):
             events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush(), live.cached))
@@ -243,7 +247,7 @@ class DecodeCore:
         live.room -= 1
         events.append(Token(live.number, token, live.assembler.feed(self._vocabulary.piece(token)), likelihood))
         if live.assembler.stopped:
-            events.append(Finished(live.number, FinishReason.STOP, cached=live.cached))
+            events.append(Finished(live.number, FinishReason.STOP, cached=live.cached, stop=live.assembler.stop))
         elif live.sampler.complete:
             events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush(), live.cached))
         elif live.room == 0:

@@ -1,6 +1,9 @@
 """The shared library: brought up once, and its log kept off the terminal.
 
-``llama_cpp`` is imported before numpy everywhere in this room: with some CUDA builds the other order crashed at load.
+``llama_cpp`` is imported before numpy everywhere in this room. Where its libraries carry a C++ runtime of their own (a
+static libstdc++, as some images for CUDA build them) and numpy comes first, the process crashes when a tokenizer
+compiles its first ``std::regex``: the shared libstdc++ that numpy brings along takes the place of a part of the
+symbols, so that the ids of locale facets come from one runtime and the facets from the other.
 """
 
 from __future__ import annotations
@@ -79,6 +82,8 @@ def captured_errors() -> Iterator[list[str]]:
 
 def free_device_memory() -> int | None:
     """Bytes that are free on all GPUs together; None where the library knows none.
+
+    The first call makes CUDA's context of this process, so that what is left is told without it.
 
     The binding does not wrap this part of ggml: ``ggml_backend_dev_memory`` of ggml-backend.h.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.engine.base import Likelihood, TokenLogprob
+from trioserve.engine.base import ConstraintError, Likelihood, TokenLogprob
 from trioserve.engine.llama.constraint import Matcher
 from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.vocabulary import Vocabulary
@@ -19,6 +20,7 @@ from trioserve.engine.sampling import Dry, Sampling
 _MIROSTAT_CANDIDATES = 100  # tokens that Mirostat 1 estimates the distribution from, as in its paper
 _KEEP = 1  # truncating samplers always leave at least one candidate
 # Logits divided by less would leave the range of a float32, even twice: infinities, whose difference is no number.
+_LEAST_PROBABILITY = 1e-12
 _LEAST_DIVISOR = 1e-15
 
 
@@ -47,7 +49,9 @@ class Sampler:
     ) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
-        self._banned = np.asarray(banned, np.intp) if banned else None
+        # Some of llama.cpp's samplers would choose a token of no probability before they choose none.
+        never = [*banned, *(token for token, bias in sampling.logit_bias if bias == -np.inf)]
+        self._banned = np.asarray(never, np.intp) if never else None
         self._logprobs = logprobs
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.
         self._chain = (
@@ -66,7 +70,7 @@ class Sampler:
             The token, and how likely the model held it and others, where that was asked for.
 
         Raises:
-            ConstraintError: the grammar has become too complex.
+            ConstraintError: the grammar has become too complex, or no token is left to choose.
         """
         if self._logprobs is None:
             return self._choose(context, row), None
@@ -82,6 +86,8 @@ class Sampler:
                 logits[self._banned] = -np.inf
             if self._matcher is not None:
                 self._matcher.restrict(logits)
+            if logits.max() == -np.inf:
+                raise ConstraintError("no token is left that its form and logit_bias allow")
         token = (
             int(logits.argmax())
             if self._chain is None
@@ -121,8 +127,8 @@ def _chain(vocabulary: Vocabulary, sampling: Sampling, prompt: Sequence[int], n_
 
 def _penalties(vocabulary: Vocabulary, sampling: Sampling, prompt: Sequence[int], n_ctx: int) -> list[Any]:
     parts = []
-    if sampling.logit_bias:
-        biases = (llama_cpp.llama_logit_bias * len(sampling.logit_bias))(*sampling.logit_bias)
+    if finite := [(token, bias) for token, bias in sampling.logit_bias if bias != -math.inf]:
+        biases = (llama_cpp.llama_logit_bias * len(finite))(*finite)
         parts.append(llama_cpp.llama_sampler_init_logit_bias(vocabulary.size, len(biases), biases))
     if sampling.repeat_penalty != 1 and sampling.repeat_last_n:
         last = min(sampling.repeat_last_n, n_ctx)
@@ -177,7 +183,13 @@ def _truncation(sampling: Sampling) -> list[Any]:
         parts.append(llama_cpp.llama_sampler_init_min_p(sampling.min_p, _KEEP))
     if sampling.xtc_probability > 0:
         parts.append(
-            llama_cpp.llama_sampler_init_xtc(sampling.xtc_probability, sampling.xtc_threshold, _KEEP, sampling.seed)
+            llama_cpp.llama_sampler_init_xtc(
+                # Above nothing at all: tokens that may not come have a probability of zero, and would be left over.
+                sampling.xtc_probability,
+                max(sampling.xtc_threshold, _LEAST_PROBABILITY),
+                _KEEP,
+                sampling.seed,
+            )
         )
     return parts
 

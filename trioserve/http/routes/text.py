@@ -45,7 +45,7 @@ def register(app: QuartTrio, service: Service) -> None:
     )
     async def apply_template() -> Response:
         body, exchange = await read_as(request, ChatCompletionRequest.parse), Exchange.of(request.scope)
-        question = Rendering(body.prompts[0].messages)
+        question = Rendering(body.prompts[0])
         prompt = await service.read(question, _asking(body, exchange), exchange.resources)
         return render.response({"prompt": prompt})
 
@@ -58,7 +58,7 @@ def register(app: QuartTrio, service: Service) -> None:
     )
     async def input_tokens() -> Response:
         body, exchange = await read_as(request, ChatCompletionRequest.parse), Exchange.of(request.scope)
-        question = Count(body.prompts[0].messages)
+        question = Count(body.prompts[0])
         count = await service.read(question, _asking(body, exchange), exchange.resources)
         return render.response({"object": "response.input_tokens", "input_tokens": count})
 

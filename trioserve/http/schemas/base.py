@@ -69,8 +69,8 @@ def _biases(value: object) -> object:
 
 def _bias(pair: object) -> tuple[int, float]:
     match pair:
-        case (str() as text, bias) if text.isascii() and text.isdigit() and len(text) < 10:
-            token = int(text)
+        case (str() as text, bias) if text.isascii() and text.isdigit() and len(text) < 10 and isinstance(pair, tuple):
+            token = int(text)  # a key of an object
         case (bool(), _):
             raise ValueError("token ids must be integers")
         case [int() as token, bias] if 0 <= token < 2**31:
@@ -135,11 +135,36 @@ class StreamOptions(Schema):
     include_usage: bool | None = Field(None, description="Send one more chunk with the usage before the end.")
 
 
-class GenerationFields(Schema):
+class HonestSchema(Schema):
+    """Base of bodies with fields that can't be honoured."""
+
+    # Fields of the API that this server can't honour, with the values that ask for nothing. Anything else in them is
+    # refused, since the answer would silently be another one than was asked for.
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, object]) -> Self:
+        """Validate a decoded JSON object; also refuse what this server can't honour."""
+        parsed = super().parse(body)
+        for name, values in cls.neutral.items():
+            value = body.get(name)
+            if value is not None and not any(_same(value, neutral) for neutral in values):
+                raise InvalidRequestError(f"{name} is not supported with this value; leave it out", param=name)
+        return parsed
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe also the fields that are only taken where they ask for nothing."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, values in cls.neutral.items():
+            described = {"enum": _distinct(*values, None), "description": "Only taken where it asks for nothing."}
+            schema["properties"][name] = described
+        return schema
+
+
+class GenerationFields(HonestSchema):
     """Fields that chat and text completions share."""
 
-    # Fields of OpenAI's or llama-server's API that this server can't honour, with the values that ask for nothing.
-    # Anything else in them is refused, since the answer would silently be another one than was asked for.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "lora": ([],),
     }
@@ -213,10 +238,6 @@ class GenerationFields(Schema):
     def parse(cls, body: Mapping[str, object]) -> Self:
         """Validate a decoded JSON object; also refuse what this server can't honour."""
         parsed = super().parse(body)
-        for name, values in cls.neutral.items():
-            value = body.get(name)
-            if value is not None and not any(_same(value, neutral) for neutral in values):
-                raise InvalidRequestError(f"{name} is not supported with this value; leave it out", param=name)
         parsed._check_stops()
         parsed.form  # noqa: B018 - read here, so that what is wrong with it is told here
         if parsed.best_of not in (None, parsed.choices):
@@ -231,15 +252,6 @@ class GenerationFields(Schema):
         """The field that gives the answer a form, and what it says."""
         given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
         return parse_constraint(given)
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe also the fields that are only taken where they ask for nothing."""
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        for name, values in cls.neutral.items():
-            described = {"enum": _distinct(*values, None), "description": "Only taken where it asks for nothing."}
-            schema["properties"][name] = described
-        return schema
 
     @property
     def choices(self) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
+from trioserve.chat import ToolUse
 from trioserve.errors import InvalidRequestError
 from trioserve.http.schemas.base import INT64, MAX_LOGPROBS, GenerationFields, Schema, encodable
+from trioserve.http.schemas.tools import TOOL_CHOICE, TOOLS, parse_tools
 from trioserve.service import ChatPrompt
 
 MAX_MESSAGES = 16_384
@@ -46,8 +49,6 @@ class ChatCompletionRequest(GenerationFields):
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **GenerationFields.neutral,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
@@ -64,6 +65,14 @@ class ChatCompletionRequest(GenerationFields):
         None, ge=0, le=MAX_LOGPROBS, description="How many of the most likely tokens to tell at each place."
     )
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64, description="The same as max_tokens, newer name.")
+    tools: Annotated[Any, WithJsonSchema(TOOLS)] = Field(None, description="Functions that the answer may call.")
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE)] = Field(
+        None, description="Whether it calls one: none, auto, required, or the one that is named."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls in one answer; true by default.")
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = Field(
+        None, description="Where thoughts go: into reasoning_content, or, with none, into the content as they are."
+    )
 
     @classmethod
     def parse(cls, body: Mapping[str, object]) -> Self:
@@ -77,12 +86,25 @@ class ChatCompletionRequest(GenerationFields):
             )
         if parsed.top_logprobs and not parsed.logprobs:
             raise InvalidRequestError("top_logprobs is given, but logprobs is not true", param="top_logprobs")
+        if parsed.tool_use is not None and parsed.form is not None:
+            name, _ = parsed.form
+            raise InvalidRequestError(f"{name} and tools are both given: an answer has one form", param=name)
         return parsed
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        """Which tools the answer may call."""
+        return parse_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether thoughts are told apart from what is said."""
+        return self.reasoning_format != "none"
 
     @property
     def prompts(self) -> Sequence[ChatPrompt]:
         """The conversation."""
-        return (ChatPrompt([message.model_dump(exclude_unset=True) for message in self.messages]),)
+        return (ChatPrompt([message.model_dump(exclude_unset=True) for message in self.messages], self.tool_use),)
 
     @property
     def reported(self) -> int | None:

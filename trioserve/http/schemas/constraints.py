@@ -9,12 +9,12 @@ from trioserve.engine.base import Constraint, ConstraintKind
 from trioserve.errors import InvalidRequestError
 
 NAMES = ("response_format", "json_schema", "regex", "grammar")
-MAX_SOURCE = 256 * 1024  # characters
+MAX_SOURCE = 64 * 1024  # characters; to compile so many takes seconds
 # The fields as JSON Schemas, for the description of the routes.
 _NULL = {"type": "null"}
 JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "boolean"}, _NULL]}
 SOURCE = {"anyOf": [{"type": "string", "maxLength": MAX_SOURCE}, _NULL]}
-_WRAPPED = {"type": "object", "properties": {"schema": {"anyOf": [{"type": "object"}, {"type": "boolean"}]}}}
+_WRAPPED = {"type": "object", "properties": {"schema": JSON_SCHEMA}}
 RESPONSE_FORMAT = {
     "anyOf": [
         {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
@@ -56,6 +56,24 @@ def parse_constraint(fields: Mapping[str, object]) -> tuple[str, Constraint] | N
     return found[0] if found else None
 
 
+def parse_text_format(value: object, name: str) -> Constraint | None:
+    """Read the ``text.format`` of OpenAI's responses, which has its schema in itself.
+
+    Arguments:
+        value: of the field.
+        name: of the field, for errors.
+
+    Returns:
+        None where the answer is free.
+
+    Raises:
+        InvalidRequestError: it is wrong.
+    """
+    if isinstance(value, Mapping) and value.get("type") == "json_schema":
+        return _schema(value.get("schema"), f"{name}.schema")
+    return _response_format(value, name)
+
+
 def _response_format(value: object, name: str) -> Constraint | None:
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{name}: must be an object", param=name)
@@ -69,7 +87,8 @@ def _response_format(value: object, name: str) -> Constraint | None:
         wrapped = value.get("json_schema")
         if not isinstance(wrapped, Mapping):
             raise InvalidRequestError(f"{name}.json_schema: must be an object", param=f"{name}.json_schema")
-        return _schema(wrapped.get("schema", {}), f"{name}.json_schema.schema")
+        schema = wrapped.get("schema")
+        return _schema({} if schema is None else schema, f"{name}.json_schema.schema")
     raise InvalidRequestError(f"{name}.type: must be text, json_object or json_schema", param=f"{name}.type")
 
 
@@ -80,7 +99,11 @@ def _json_schema(value: object, name: str) -> Constraint | None:
 def _schema(value: object, name: str) -> Constraint:
     if not isinstance(value, (Mapping, bool)):
         raise InvalidRequestError(f"{name}: must be a JSON Schema, an object or a boolean", param=name)
-    return Constraint(ConstraintKind.JSON_SCHEMA, _bounded(json.dumps(value, separators=(",", ":")), name))
+    try:
+        source = json.dumps(value, separators=(",", ":"))
+    except RecursionError:  # a body may be nested a little deeper than what is written from further down the stack
+        raise InvalidRequestError(f"{name}: is nested too deeply", param=name) from None
+    return Constraint(ConstraintKind.JSON_SCHEMA, _bounded(source, name))
 
 
 def _regex(value: object, name: str) -> Constraint | None:

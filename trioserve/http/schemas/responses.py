@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 MODEL_STATES = Literal["unloaded", "loading", "ready", "reconfiguring", "unloading"]
 
 
@@ -105,12 +106,29 @@ class ChatLogprobs(Answer):
     refusal: None = Field(description="Always null.")
 
 
+class CalledFunction(Answer):
+    """A function that is called."""
+
+    name: str = Field(description="Of the tool.")
+    arguments: str = Field(description="JSON text of an object; whole unless the answer was cut off.")
+
+
+class ToolCall(Answer):
+    """A call of a tool."""
+
+    id: str = Field(description="To be named by the message with the result.")
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Answer):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str = Field(description="The text of the answer.")
+    content: str | None = Field(description="The text of the answer; null beside calls where there is none.")
     refusal: None = Field(description="Always null.")
+    reasoning_content: str = Field(default="", description="What the model thought before; absent where there is none.")
+    tool_calls: list[ToolCall] = Field(default=[], description="Calls of tools; absent where there are none.")
 
 
 class ChatChoice(Choice):
@@ -118,7 +136,9 @@ class ChatChoice(Choice):
 
     message: ChatMessage
     logprobs: ChatLogprobs | None = Field(description="Null unless asked for.")
-    finish_reason: FinishReason = Field(description="stop: the model or a stop string ended it; length: a limit did.")
+    finish_reason: ChatFinishReason = Field(
+        description="stop: the model or a stop string ended it; length: a limit did; tool_calls: it ended with calls."
+    )
 
 
 class ChatCompletion(Generated):
@@ -129,11 +149,29 @@ class ChatCompletion(Generated):
     usage: Usage
 
 
+class FunctionDelta(Answer):
+    """More of a call."""
+
+    name: str = Field(default="", description="Of the tool, in the first piece only.")
+    arguments: str = Field(description="More of the arguments' JSON text.")
+
+
+class ToolCallDelta(Answer):
+    """More of a call."""
+
+    index: int = Field(ge=0, description="Counts the calls of the answer.")
+    id: str = Field(default="", description="Of the call, in its first piece only.")
+    type: Literal["function"] = Field(default="function", description="In the first piece only.")
+    function: FunctionDelta
+
+
 class ChatDelta(Answer):
     """More of the assistant's message."""
 
     role: Literal["assistant"] = Field(default="assistant", description="In the first chunk only.")
-    content: str = Field(default="", description="More text. Absent in the chunk with the finish_reason.")
+    content: str = Field(default="", description="More text. Absent where the chunk tells something else.")
+    reasoning_content: str = Field(default="", description="More of what the model thinks before it answers.")
+    tool_calls: list[ToolCallDelta] = Field(default=[], description="More of one call.")
 
 
 class ChatChunkChoice(Choice):
@@ -141,7 +179,7 @@ class ChatChunkChoice(Choice):
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None = Field(description="Of this piece; null unless asked for.")
-    finish_reason: FinishReason | None = Field(description="Null until the last piece.")
+    finish_reason: ChatFinishReason | None = Field(description="Null until the last piece.")
 
 
 class Chunk(Generated):

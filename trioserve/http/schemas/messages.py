@@ -1,0 +1,109 @@
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``
+
+Source of the format: Anthropic's documentation of the Messages API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, WithJsonSchema, field_validator
+
+from trioserve.engine.base import Constraint
+from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, HonestSchema, Text
+from trioserve.http.schemas.content import MAX_ITEMS, Json, content_schema, read_items, read_role, read_text
+from trioserve.service import ChatPrompt
+
+_TEXTS = {"text": "text"}
+_ROLES = ("user", "assistant")
+_MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"enum": list(_ROLES)}, "content": content_schema(_TEXTS)},
+    "required": ["role", "content"],
+}
+_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MAX_ITEMS}
+_SYSTEM = {"anyOf": [*content_schema(_TEXTS)["anyOf"], {"type": "null"}]}
+_STOP = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class Conversation(HonestSchema):
+    """A conversation, as both routes take it."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "tools": ([],),
+        "tool_choice": ({"type": "none"}, {"type": "auto"}),
+        "thinking": ({"type": "disabled"},),
+        "output_config": ({},),
+        "output_format": (),
+        "container": (),
+        "mcp_servers": ([],),
+    }
+
+    model: Text | None = Field(None, description="Id of a registered model; may be left out where there is one only.")
+    system: Annotated[Any, WithJsonSchema(_SYSTEM)] = Field(
+        None, description="What comes before the conversation: text, or a list of text blocks."
+    )
+    messages: Annotated[Any, WithJsonSchema(_MESSAGES)] = Field(
+        description="The conversation so far: user and assistant, each with text or a list of text blocks."
+    )
+    busy_timeout_ms: int | None = Field(
+        None, ge=0, lt=2**31, description="Wait for a slot, in milliseconds; may only shorten the server's."
+    )
+
+    @field_validator("system")
+    @classmethod
+    def _read_system(cls, value: Any) -> str | None:
+        return None if value is None else read_text(value, "system", _TEXTS)
+
+    @field_validator("messages")
+    @classmethod
+    def _read_messages(cls, value: Any) -> list[Json]:
+        return read_items(value, "messages", _message)
+
+    @property
+    def prompt(self) -> ChatPrompt:
+        """The conversation as the chat template takes it."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return ChatPrompt([*system, *self.messages])
+
+
+class CountTokensRequest(Conversation):
+    """Body of a request to count tokens."""
+
+
+class MessagesRequest(Conversation):
+    """Body of a request for the next message."""
+
+    prompt_field: ClassVar[str] = "messages"
+    form: ClassVar[tuple[str, Constraint] | None] = None
+
+    max_tokens: int = Field(ge=1, lt=INT64, description="Most tokens of the answer.")
+    stop_sequences: Annotated[list[_STOP], Field(max_length=MAX_STOPS)] | None = Field(
+        None, description="Strings that end the answer and don't appear in it."
+    )
+    temperature: float | None = Field(None, ge=0, le=1, description="Randomness; 0 is greedy.")
+    top_p: float | None = Field(None, ge=0, le=1, description="Nucleus: the share of probability that is kept.")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="Most likely tokens that are kept; 0 is all.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+    metadata: Any = Field(None, description="Accepted for Anthropic's clients; without effect.")
+    service_tier: Any = Field(None, description="Accepted for Anthropic's clients; without effect.")
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of the answer."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings as a tuple."""
+        return tuple(self.stop_sequences or ())
+
+    @property
+    def sampling(self) -> Mapping[str, object]:
+        """How tokens are chosen, where it is given."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+
+def _message(item: Mapping[str, Any], path: str) -> Json:
+    return {"role": read_role(item, path, _ROLES), "content": read_text(item.get("content"), f"{path}.content", _TEXTS)}
