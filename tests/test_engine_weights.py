@@ -352,3 +352,15 @@ def test_refused_sessions_give_their_memory_back():
                 weights.open_session(SessionOptions(n_ctx=256))
 
         assert growth(refuse, 40, "RssAnon") < 4 * MIB
+
+
+@pytest.mark.parametrize(("given", "gap"), [((300, 301, 302), (300, 301, 302)), ((300, 301), None), ((), None)])
+def test_tokens_for_filling_gaps(given, gap):
+    with loaded(tiny_model(gap=given)) as weights:
+        assert weights.gap == gap
+
+
+def test_pieces_of_special_tokens_are_told():
+    with loaded(tiny_model()) as weights:
+        assert weights.piece(BOS) == b"<s>"
+        assert b"".join(map(weights.piece, weights.tokenize("the é", special=False, add_bos=False))) == "the é".encode()

@@ -18,9 +18,12 @@ from trioserve.http.schemas.management import LoadRequest, UnloadAllRequest, Unl
 from trioserve.http.schemas.messages import CountTokensRequest, MessagesRequest
 from trioserve.http.schemas.responses_api import ResponsesRequest
 from trioserve.http.schemas.tasks import BatchTaskRequest
+from trioserve.http.schemas.text import DetokenizeRequest, TokenizeRequest
 
 RUN, STREAM, BATCH = "/v1/tasks/run", "/v1/tasks/stream", "/v1/tasks/batch"
 EMBEDDINGS = "/v1/embeddings"
+TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
+INPUT_TOKENS = "/v1/chat/completions/input_tokens"
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
 UNLOAD_MODELS, UNLOAD_ALL = "/v1/tasks/unload_models", "/v1/tasks/unload_all_models"
@@ -34,13 +37,17 @@ BODIES = {
     MESSAGES: (MessagesRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}),
     COUNT: (CountTokensRequest, {"messages": [{"role": "user", "content": "hi"}]}),
     EMBEDDINGS: (EmbeddingsRequest, {"input": "text"}),
+    TOKENIZE: (TokenizeRequest, {"content": "text"}),
+    DETOKENIZE: (DetokenizeRequest, {"tokens": [1, 2]}),
+    TEMPLATE: (ChatCompletionRequest, chat()),
+    INPUT_TOKENS: (ChatCompletionRequest, chat()),
     LOAD: (LoadRequest, {"id": "fake", "busy_timeout_ms": 30_000, "keep_alive_ms": 0}),
     UNLOAD: (UnloadRequest, {"id": "fake"}),
     UNLOAD_MODELS: (UnloadModelsRequest, {"model_ids": ["fake"]}),
     UNLOAD_ALL: (UnloadAllRequest, {}),
 }
 # Of the fields that are only taken where they ask for nothing, all of which are checked by one line.
-ALSO_TRIED = {"functions", "echo"}
+ALSO_TRIED = {"functions"}
 # JSON as it stands in the body, by what it is.
 HOSTILE = {
     "null": b"null",
@@ -128,7 +135,7 @@ FIELDS = [(route, path) for route, (model, _) in BODIES.items() for path in fiel
 def test_the_walk_reaches_what_is_nested():
     assert (CHAT, ("messages", 0, "content")) in FIELDS
     assert (CHAT, ("stream_options", "include_usage")) in FIELDS
-    assert (COMPLETIONS, ("echo",)) in FIELDS
+    assert (CHAT, ("tools",)) in FIELDS
     assert (LOAD, ("n_ctx",)) in FIELDS
 
 
@@ -141,7 +148,7 @@ async def test_whatever_a_field_holds_is_taken_or_refused_by_name(route):
         await server.connect() as client,
     ):
         for path in fields_of(model):
-            if route in {RUN, STREAM} and path[0] in GenerationFields.model_fields:
+            if route in {RUN, STREAM, TEMPLATE, INPUT_TOKENS} and path[0] in GenerationFields.model_fields:
                 continue  # tried where they come from
             for name, raw in HOSTILE.items():
                 await server.free()  # some of these may not wait

@@ -41,6 +41,8 @@ from trioserve.service import open_service
 from trioserve.testing import FakeEngine
 
 UNLOAD, LOAD = "/v1/models/unload", "/v1/models/load"
+TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
+INPUT_TOKENS = "/v1/chat/completions/input_tokens"
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 RUN, STREAM, BATCH = "/v1/tasks/run", "/v1/tasks/stream", "/v1/tasks/batch"
 
@@ -200,7 +202,7 @@ ACCEPTED = [
     (COMPLETIONS, {"prompt": "a", "stop": ["b"] * 17}, False),
     (COMPLETIONS, {"prompt": "a", "stop": ""}, False),
     (COMPLETIONS, {"prompt": "a", "n": 2, "echo": False, "logit_bias": {}, "typical_p": 1.0}, True),
-    (COMPLETIONS, {"prompt": "a", "echo": True}, False),
+    (COMPLETIONS, {"prompt": "a", "echo": True}, True),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": -100, "6": False}}, True),
     (COMPLETIONS, {"prompt": "a", "logit_bias": [[5, 1.5], [6, False]]}, True),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"a": 1}}, False),
@@ -247,7 +249,10 @@ def conforms(reply, path, method, status):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("fields", [{}, {"stream_options": {"include_usage": True}}, {"max_tokens": 1}, {"n": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"stream_options": {"include_usage": True}}, {"max_tokens": 1}, {"n": 2}, {"timings_per_token": True}],
+)
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (COMPLETIONS, completion)])
 async def test_generations_are_as_described(path, body, stream, fields):
     async with running() as server:
@@ -320,6 +325,20 @@ async def test_tasks_are_as_described():
         conforms(await server.call(BATCH, {"requests": []}), BATCH, "post", 400)
         conforms(await server.call(COMPLETIONS, completion(["a", "b"])), COMPLETIONS, "post", 200)
         conforms(await server.call(COMPLETIONS, completion(["a", "b"], stream=True)), COMPLETIONS, "post", 200)
+
+
+async def test_texts_and_tokens_are_as_described():
+    async with running() as server:
+        for path, body in [
+            (TOKENIZE, {"content": "é"}),
+            (TOKENIZE, {"content": "é", "with_pieces": True}),
+            (DETOKENIZE, {"tokens": [65]}),
+            (TEMPLATE, chat()),
+            (INPUT_TOKENS, chat()),
+        ]:
+            conforms(await server.call(path, body), path, "post", 200)
+            conforms(await server.call(path, {**body, "model": "nobody"}), path, "post", 404)
+            conforms(await server.call(path, {}), path, "post", 400)
 
 
 async def test_status_is_as_described():
@@ -419,7 +438,7 @@ def with_known_models():
     narrowed = copy.deepcopy(DOCUMENT)
     schemas = narrowed["components"]["schemas"]
     for name in (
-        *("ChatCompletionRequest", "CompletionRequest", "BatchTaskRequest"),
+        *("ChatCompletionRequest", "CompletionRequest", "BatchTaskRequest", "TokenizeRequest", "DetokenizeRequest"),
         *("ResponsesRequest", "MessagesRequest", "CountTokensRequest"),
     ):
         schemas[name]["properties"]["model"] = {"enum": ["fake", None]}
@@ -431,12 +450,14 @@ def with_known_models():
     return narrowed
 
 
-# Bodies of single tasks are those of completions, which is enough of them.
-GENERATED = schemathesis.openapi.from_dict(with_known_models()).exclude(path=[RUN, STREAM])
+# Bodies of single tasks, and those about prompts, are those of completions, which is enough of them.
+GENERATED = schemathesis.openapi.from_dict(with_known_models()).exclude(path=[RUN, STREAM, TEMPLATE, INPUT_TOKENS])
 # No schema can say these: they depend on the model or on several fields at once, or 1.0 passes for an integer there.
 BEYOND_SCHEMAS = (
     "all answers that are made are returned",
     "logprobs is not true",
+    "echo and logprobs",
+    "this model has no tokens for filling",
     "prompts times",
     "beginning-of-sequence",
     "flash attention",

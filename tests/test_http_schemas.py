@@ -55,7 +55,7 @@ NUMBERS = {
     "dry_base": (1, 10),
 }
 NEEDED = {"top_logprobs": {"logprobs": True}}  # fields that make sense beside others only
-BOOLS = ("stream", "ignore_eos", "cache_prompt", "parallel_tool_calls")
+BOOLS = ("stream", "ignore_eos", "cache_prompt", "timings_per_token", "parallel_tool_calls")
 NOT_INTEGERS = (True, False, "1", "", 1.5, 1.0, NAN, INF, -INF, [], [1], {}, {"a": 1})
 NOT_NUMBERS = (True, False, "1", "", [], [0.5], {}, {"a": 1})
 NOT_BOOLS = (0, 1, 1.0, "true", "", NAN, [], [True], {})
@@ -95,7 +95,7 @@ def schemas_of(name):
 
 def test_the_tables_here_cover_every_field():
     assert FIELDS | {"messages", "logprobs"} == set(ChatCompletionRequest.model_fields)
-    assert (FIELDS - CHAT_ONLY) | {"prompt", "logprobs"} == set(CompletionRequest.model_fields)
+    assert (FIELDS - CHAT_ONLY) | {"prompt", "logprobs", "suffix", "echo"} == set(CompletionRequest.model_fields)
     assert set(GenerationFields.model_fields) == FIELDS - CHAT_ONLY
 
 
@@ -578,14 +578,10 @@ UNSUPPORTED_CHAT = {
     "web_search_options": ([], [{}]),
     "reasoning_effort": (["none"], ["low", "high"]),
 }
-UNSUPPORTED_COMPLETION = {
-    "echo": ([False], [True, 0]),
-    "suffix": ([""], ["the end"]),
-}
 
 
 def unsupported(schema):
-    return UNSUPPORTED | (UNSUPPORTED_CHAT if schema is ChatCompletionRequest else UNSUPPORTED_COMPLETION)
+    return UNSUPPORTED | (UNSUPPORTED_CHAT if schema is ChatCompletionRequest else {})
 
 
 @BOTH

@@ -47,6 +47,7 @@ class Tiny:
         add_bos: the tokenizer wants a beginning-of-sequence token in front.
         eos: id of the token that ends an answer.
         vocabulary: False leaves the tokenizer out.
+        gap: ids of the tokens that begin the prefix, the suffix and the middle of a text with a gap, or some of them.
         architecture: as the header names it; the tensors are those of the llama architecture whatever it says.
     """
 
@@ -62,6 +63,7 @@ class Tiny:
     template: str | None = None
     vocabulary: bool = True
     architecture: str = "llama"
+    gap: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -260,6 +262,8 @@ def _tokenizer(writer, tiny):
     writer.add_eos_token_id(tiny.eos)
     writer.add_add_bos_token(tiny.add_bos)
     writer.add_add_space_prefix(False)
+    for name, token in zip(("pre", "suf", "mid"), tiny.gap, strict=False):
+        writer.add_uint32(f"tokenizer.ggml.fim_{name}_token_id", token)
     if tiny.template is not None:
         writer.add_chat_template(tiny.template)
 

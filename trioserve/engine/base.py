@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from trioserve.engine.sampling import Sampling
 
@@ -124,6 +124,14 @@ class Constraint:
 
 class ConstraintError(ValueError):
     """A constraint is wrong, or can't be followed. ``str()`` says why, naming what it is about."""
+
+
+class GapTokens(NamedTuple):
+    """The tokens with which a model is asked to fill a gap in a text: they begin the prefix, the suffix, the answer."""
+
+    prefix: int
+    suffix: int
+    middle: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +360,7 @@ class Weights(Protocol):
         bos_text, eos_text: the special tokens as text, for the template.
         bos: id of the beginning-of-sequence token, or None.
         n_embd: numbers in a vector that it makes of a text.
+        gap: its tokens for filling gaps; None where it has not all of them.
         max_sessions: how many sessions may exist at once.
         longest_piece: bytes of the longest token, at least 1.
     """
@@ -365,6 +374,7 @@ class Weights(Protocol):
     bos: int | None
     vocab_size: int
     n_embd: int
+    gap: GapTokens | None
     max_sessions: int
 
     @property
@@ -380,6 +390,10 @@ class Weights(Protocol):
             special: read the text of special tokens as those tokens, as a rendered template needs.
             add_bos: put the model's beginning-of-sequence token first, where the model wants one.
         """
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token, which need not be whole characters; those of special tokens too."""
         ...
 
     def check_constraint(self, constraint: Constraint) -> None:

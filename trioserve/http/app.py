@@ -18,6 +18,7 @@ from trioserve.http.routes import (
     openapi,
     responses_api,
     tasks,
+    text,
 )
 from trioserve.http.routing import RouteNames
 from trioserve.service import Service
@@ -38,7 +39,7 @@ def create_app(service: Service) -> Guard:
     app.config["RESPONSE_TIMEOUT"] = None
     app.url_map.strict_slashes = app.url_map.merge_slashes = False  # both would answer with redirects
     error_handlers.register(app, service.config.max_request_body_bytes)
-    for routes in (chat, completions, responses_api, messages, embeddings, tasks):
+    for routes in (chat, completions, responses_api, messages, embeddings, tasks, text):
         routes.register(app, service)
     for routes in (models, management, health, metrics, openapi):
         routes.register(app, service)

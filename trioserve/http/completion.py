@@ -73,8 +73,9 @@ async def _in_one_piece(generation: Generation, body: Body, shape: render.Shape)
         renderer(body, generation, index).whole(parts, done.finish_reason.value)
         for index, (parts, done) in sorted(answers.items())
     ]
-    usage = sum((counted(done, generation.choices) for _, done in answers.values()), start=Usage(0, 0))
-    return Response(render.dumps(render.whole(shape, generation, choices, usage)), content_type=_CONTENT_TYPE)
+    ends = [done for _, done in answers.values()]
+    told = render.whole(shape, generation, choices, ends, with_timings=bool(body.timings_per_token))
+    return Response(render.dumps(told), content_type=_CONTENT_TYPE)
 
 
 async def collect(generation: Generation) -> dict[int, tuple[list[TextDelta], Done]]:
@@ -95,12 +96,6 @@ async def collect(generation: Generation) -> dict[int, tuple[list[TextDelta], Do
     return {index: (texts[index], done) for index, done in ends.items()}
 
 
-def counted(done: Done, choices: int) -> Usage:
-    """What an answer adds to the usage of its request: of several choices the first one counts the prompt."""
-    usage = done.usage
-    return usage if done.index % choices == 0 else Usage(0, usage.completion_tokens)
-
-
 async def collect_one(generation: Generation) -> tuple[str, Done]:
     """Wait for the only answer of a generation: its text and its end."""
     ((parts, done),) = (await collect(generation)).values()
@@ -114,6 +109,7 @@ class _Chunks:
         self._generation = generation
         self._shape = shape
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._with_timings = bool(body.timings_per_token)
         self._usage = Usage(0, 0)
         self._open = generation.prompts
         self._answers = [renderer(body, generation, index) for index in range(self._open)]
@@ -137,17 +133,27 @@ class _Chunks:
             for piece in self._answers[part.index].pieces(part):
                 yield self._frame([piece])
         elif isinstance(part, Done):
-            for piece in self._answers[part.index].ending(part.finish_reason.value):
+            timings = render.timings([part]) if self._with_timings else None
+            *pieces, ending = self._answers[part.index].ending(part.finish_reason.value)
+            for piece in pieces:
                 yield self._frame([piece])
-            self._usage += counted(part, self._generation.choices)
+            yield self._frame([ending], timings=timings)
+            self._usage += render.counted(part, self._generation.choices)
             self._open -= 1
             if self._with_usage and not self._open:
                 yield self._frame([], render.usage(self._usage))
         else:
             raise part.error
 
-    def _frame(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+    def _frame(
+        self,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None = None,
+        timings: dict[str, Any] | None = None,
+    ) -> bytes:
         chunk = {**self._envelope, "choices": choices}
+        if timings is not None:
+            chunk["timings"] = timings
         if self._with_usage:
             chunk["usage"] = usage
         return frame(render.dumps(chunk))

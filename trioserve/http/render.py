@@ -12,7 +12,7 @@ from quart import Response
 from trioserve.engine.base import Likelihood, TokenLogprob
 from trioserve.errors import TrioserveError
 from trioserve.runtime.model import ModelStatus
-from trioserve.service import Generation, Usage
+from trioserve.service import Done, Generation, Usage
 from trioserve.service.status import SlotStatus
 
 _IMPOSSIBLE = -9999.0
@@ -46,6 +46,34 @@ def usage(counts: Usage) -> dict[str, Any]:
         "completion_tokens": counts.completion_tokens,
         "total_tokens": counts.total_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+    }
+
+
+def counted(done: Done, choices: int) -> Usage:
+    """What an answer adds to the usage of its request: of several choices the first one counts the prompt."""
+    return done.usage if done.index % choices == 0 else Usage(0, done.usage.completion_tokens)
+
+
+def timings(answers: Sequence[Done]) -> dict[str, Any]:
+    """llama-server's object about one answer, or about several: all their tokens, and the longest of their times."""
+    counts = sum((done.usage for done in answers), start=Usage(0, 0))
+    evaluated, predicted = counts.prompt_tokens - counts.cached_tokens, counts.completion_tokens
+    prefill = max(done.timings.prefill_ms for done in answers)
+    decode = max(done.timings.decode_ms for done in answers)
+    # The first token of each answer comes with the end of its prompt.
+    return {
+        "cache_n": counts.cached_tokens,
+        **_pace("prompt", evaluated, evaluated, prefill),
+        **_pace("predicted", predicted, max(predicted - len(answers), 0), decode),
+    }
+
+
+def _pace(name: str, tokens: int, timed: int, ms: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": ms,
+        f"{name}_per_token_ms": round(ms / timed, 3) if timed else 0.0,
+        f"{name}_per_second": round(1000 * timed / ms, 3) if ms else 0.0,
     }
 
 
@@ -207,6 +235,10 @@ def envelope(shape: Shape, generation: Generation, kind: str) -> dict[str, Any]:
     }
 
 
-def whole(shape: Shape, generation: Generation, choices: Sequence[object], counts: Usage) -> Mapping[str, Any]:
-    """An answer in one piece."""
-    return {**envelope(shape, generation, shape.whole), "choices": choices, "usage": usage(counts)}
+def whole(
+    shape: Shape, generation: Generation, choices: Sequence[object], answers: Sequence[Done], *, with_timings: bool
+) -> Mapping[str, Any]:
+    """An answer in one piece, with the ends of all the answers in it."""
+    counts = sum((counted(done, generation.choices) for done in answers), start=Usage(0, 0))
+    more = {"timings": timings(answers)} if with_timings else {}
+    return {**envelope(shape, generation, shape.whole), "choices": choices, "usage": usage(counts), **more}

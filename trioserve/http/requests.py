@@ -73,6 +73,8 @@ def _item(body: Body, prompt: Prompt, choice: int, request_id: str) -> Generatio
         logprobs=body.reported,
         constraint=body.form[1] if body.form else None,
         constraint_field=body.form[0] if body.form else "response_format",
+        suffix=body.following,
+        echo=body.echoed,
         busy_timeout_ms=body.busy_timeout_ms,
         request_id=request_id,
     )

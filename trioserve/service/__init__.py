@@ -3,6 +3,7 @@
 from trioserve.service.embed import Embedding
 from trioserve.service.events import Done, Failure, Part, TextDelta, Timings, Usage
 from trioserve.service.generate import Generation
+from trioserve.service.reading import Count, Detokenization, Piece, ReadingRequest, Rendering, Tokenization
 from trioserve.service.requests import (
     BatchRequest,
     ChatPrompt,
@@ -16,6 +17,8 @@ from trioserve.service.service import Service, open_service
 __all__ = [
     "BatchRequest",
     "ChatPrompt",
+    "Count",
+    "Detokenization",
     "Done",
     "Embedding",
     "EmbeddingRequest",
@@ -23,11 +26,15 @@ __all__ = [
     "Generation",
     "GenerationRequest",
     "Part",
+    "Piece",
+    "ReadingRequest",
+    "Rendering",
     "Service",
     "TextDelta",
     "TextPrompt",
     "Timings",
     "TokenPrompt",
+    "Tokenization",
     "Usage",
     "open_service",
 ]

@@ -11,14 +11,14 @@ from trioserve.errors import TrioserveError
 from trioserve.scheduling.lifecycle import RequestEvent
 from trioserve.service.answer import Answer
 from trioserve.service.begun import Begun
-from trioserve.service.events import Done, Failure, Part
+from trioserve.service.events import Done, Failure, Part, TextDelta
 
 
 class Generation:
     """Made by ``Service.start``; gives its parts once, to one reader.
 
     Arguments:
-        begun: the request. Prompts that could not be honoured are told first.
+        begun: the request. Prompts that could not be honoured are told first, and those that are to be echoed.
         all_or_nothing: an answer that fails ends all of them, with its error. Otherwise it is a part among the others.
         choices: how many answers in a row are to the same prompt.
 
@@ -33,11 +33,12 @@ class Generation:
         self.expected = begun.prepared.expected
         self._job = begun.job
         self._answers = _answers(begun)
-        self._refused: list[Part] = list(begun.prepared.refused)
+        refused, echoes = begun.prepared.refused, begun.prepared.echoes
+        self._known: list[Part] = [*refused, *(TextDelta(text, index) for index, text in echoes.items())]
         self._all_or_nothing = all_or_nothing
         self.choices = choices
         self._open = len(self._answers)
-        self._failed = len(self._refused)
+        self._failed = len(refused)
         self.prompts = self._open + self._failed
         self._record = begun.record
         self._metrics = begun.metrics
@@ -60,7 +61,7 @@ class Generation:
             EngineError: inference failed.
             ShuttingDownError: the drain ended before the answer did.
         """
-        parts, self._refused = self._refused, []
+        parts, self._known = self._known, []
         while not parts and self._open:
             try:
                 parts = await self._next()

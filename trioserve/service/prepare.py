@@ -17,6 +17,7 @@ from trioserve.engine.base import (
     ConstraintKind,
     EmbeddingInput,
     SequenceRequest,
+    Task,
     Weights,
     Work,
 )
@@ -51,12 +52,14 @@ class Prepared:
         pool: whose tokenizer and limits it was made with.
         sequences: what can be honoured, by its place in the request.
         refused: the others.
+        echoes: texts of the prompts that are to be told before their answers, by place.
         expected: how to read the answers to conversations, by their place in the request.
     """
 
     pool: Pool
     sequences: Mapping[int, Work]
     refused: Sequence[Failure]
+    echoes: Mapping[int, str] = field(default_factory=dict)
     expected: Mapping[int, Expected] = field(default_factory=dict)
 
     @property
@@ -82,7 +85,7 @@ class Preparer:
             WrongTaskError: the model is for something else.
             InvalidRequestError: one can't be honoured, and the request is for all or nothing.
         """
-        check_task(pool.config, request)
+        check_task(pool.config, request.task)
         has_chat = any(isinstance(prompt, ChatPrompt) for prompt in prompts_of(request))
         # Compiling a large template takes too long for the event loop.
         if _is_short(request) and (not has_chat or pool in self._compiled_for):
@@ -106,15 +109,15 @@ class Preparer:
             return await trio.to_thread.run_sync(_count, pool, request, limiter=self._limiter)
 
 
-def check_task(config: ModelConfig, request: Request) -> None:
+def check_task(config: ModelConfig, task: Task) -> None:
     """See that a model is for what a request asks for.
 
     Raises:
         WrongTaskError: it isn't.
     """
-    if config.task != request.task:
+    if config.task != task:
         raise WrongTaskError(
-            f"the model {config.id!r} has task = {config.task!r}, but this is a request to {request.task}",
+            f"the model {config.id!r} has task = {config.task!r}, but this is a request to {task}",
             param="model",
         )
 
@@ -129,11 +132,13 @@ def _prepare(pool: Pool, request: Request, check_cancelled: Callable[[], None]) 
 def _prepare_all(pool: Pool, request: BatchRequest, check_cancelled: Callable[[], None]) -> Prepared:
     """See ``Preparer.prepare``."""
     sequences: dict[int, SequenceRequest] = {}
+    echoes: dict[int, str] = {}
     expected: dict[int, Expected] = {}
     refused: list[Failure] = []
     forms = _Forms()
     before: GenerationRequest | None = None
     reading: Expected | None = None
+    echo = ""
     for index, item in enumerate(request.items):
         check_cancelled()
         try:
@@ -144,8 +149,10 @@ def _prepare_all(pool: Pool, request: BatchRequest, check_cancelled: Callable[[]
                 sequences[index] = replace(sequences[index - 1], sampling=item.sampling)
             else:
                 sequences[index], reading = prepare(pool, item)
+                echo = _text(pool, item.prompt) if item.echo else ""
                 before = item
             expected |= {} if reading is None else {index: reading}
+            echoes |= {index: echo} if echo else {}
         except TrioserveError as error:
             before = None
             if request.all_or_nothing:
@@ -153,7 +160,7 @@ def _prepare_all(pool: Pool, request: BatchRequest, check_cancelled: Callable[[]
             refused.append(Failure(error, index))
     if len(sequences) > 1:
         sequences = {index: replace(sequence, reuse=False) for index, sequence in sequences.items()}
-    return Prepared(pool, sequences, refused, expected)
+    return Prepared(pool, sequences, refused, echoes, expected)
 
 
 class _Forms:
@@ -200,7 +207,7 @@ def _prepare_inputs(pool: Pool, request: EmbeddingRequest, check_cancelled: Call
 def _input_tokens(pool: Pool, prompt: TextPrompt | TokenPrompt, name: str) -> list[int]:
     _check_input(_least_tokens(pool, prompt), pool, name, at_least=isinstance(prompt, TextPrompt))
     if isinstance(prompt, TokenPrompt):
-        return _checked_tokens(prompt, pool.weights.vocab_size, name)
+        return checked_tokens(prompt, pool.weights.vocab_size, name)
     tokens = pool.weights.tokenize(prompt.text, special=True, add_bos=True)
     _check_input(len(tokens), pool, name)
     if not tokens:
@@ -227,8 +234,11 @@ def prepare(pool: Pool, request: GenerationRequest) -> tuple[SequenceRequest, Ex
         ChatTemplateError: the model's template refused it.
         InvalidRequestError: it is empty or has impossible tokens.
     """
-    _check_length(_least_tokens(pool, request.prompt), pool, request, at_least=True)
-    prompt, expected = _tokens(pool, request)
+    least = _least_tokens(pool, request.prompt)
+    if request.suffix:
+        least += _least_tokens(pool, TextPrompt(request.suffix))
+    _check_length(least, pool, request, at_least=True)
+    prompt, expected = (_with_suffix(pool, request), None) if request.suffix else _tokens(pool, request)
     _check_length(len(prompt), pool, request)
     _check_biases(request.sampling, pool.weights.vocab_size)
     constraint = _constraint(pool, request, expected)
@@ -279,15 +289,59 @@ def _check_length(tokens: int, pool: Pool, request: GenerationRequest, *, at_lea
 def _tokens(pool: Pool, request: GenerationRequest) -> tuple[list[int], Expected | None]:
     weights, prompt, expected = pool.weights, request.prompt, None
     if isinstance(prompt, TokenPrompt):
-        tokens = _checked_tokens(prompt, weights.vocab_size, "prompt")
+        tokens = checked_tokens(prompt, weights.vocab_size, "prompt")
     elif isinstance(prompt, ChatPrompt):
-        text, expected = render_chat(_template(pool), normalise_messages(prompt.messages), prompt.tools)
-        # Templates often begin with the beginning-of-sequence token themselves; the model shall see it once.
-        add_bos = not (weights.bos_text and text.startswith(weights.bos_text))
-        tokens = weights.tokenize(text, special=True, add_bos=add_bos)
+        text, expected = conversation(pool, prompt)
+        tokens = tokenize_conversation(pool, text)
     else:
         tokens = weights.tokenize(prompt.text, special=True, add_bos=True)
     return tokens or _empty_prompt(weights, request), expected
+
+
+def _with_suffix(pool: Pool, request: GenerationRequest) -> list[int]:
+    """The prompt for an answer that stands between two texts. What looks like a special token in them is none."""
+    weights, prompt = pool.weights, request.prompt
+    if weights.gap is None:
+        raise InvalidRequestError(
+            "suffix: this model has no tokens for filling a gap, so no text can follow its answer", param="suffix"
+        )
+    if isinstance(prompt, TokenPrompt):
+        before = checked_tokens(prompt, weights.vocab_size, "prompt")
+    else:
+        assert isinstance(prompt, TextPrompt), "conversations have no suffix"
+        before = weights.tokenize(prompt.text, special=False, add_bos=False)
+    after = weights.tokenize(request.suffix, special=False, add_bos=False)
+    first = [token for token in weights.tokenize("", special=False, add_bos=True) if token == weights.bos][:1]
+    return [*first, weights.gap.prefix, *before, weights.gap.suffix, *after, weights.gap.middle]
+
+
+def _text(pool: Pool, prompt: Prompt) -> str:
+    """A prompt that could be prepared, as text."""
+    if isinstance(prompt, TokenPrompt):
+        return text_of(pool.weights, prompt.tokens)
+    return prompt.text if isinstance(prompt, TextPrompt) else ""
+
+
+def text_of(weights: Weights, tokens: Sequence[int]) -> str:
+    """The text of tokens, special ones included. What is no UTF-8 is replaced."""
+    pieces = {token: weights.piece(token) for token in set(tokens)}
+    return b"".join([pieces[token] for token in tokens]).decode("utf-8", "replace")
+
+
+def conversation(pool: Pool, prompt: ChatPrompt) -> tuple[str, Expected]:
+    """The text that the model's chat template makes of a conversation, and how to read the answer to it.
+
+    Raises:
+        ChatTemplateError: it refused the messages.
+    """
+    return render_chat(_template(pool), normalise_messages(prompt.messages), prompt.tools)
+
+
+def tokenize_conversation(pool: Pool, text: str) -> list[int]:
+    """The tokens of the text of a conversation."""
+    # Templates often begin with the beginning-of-sequence token themselves; the model shall see it once.
+    bos_text = pool.weights.bos_text
+    return pool.weights.tokenize(text, special=True, add_bos=not (bos_text and text.startswith(bos_text)))
 
 
 def _empty_prompt(weights: Weights, request: GenerationRequest) -> list[int]:
@@ -300,7 +354,12 @@ def _empty_prompt(weights: Weights, request: GenerationRequest) -> list[int]:
     return [weights.bos]
 
 
-def _checked_tokens(prompt: TokenPrompt, vocab_size: int, name: str) -> list[int]:
+def checked_tokens(prompt: TokenPrompt, vocab_size: int, name: str) -> list[int]:
+    """The tokens of a prompt that the model has; ``name`` is the field that they come from.
+
+    Raises:
+        InvalidRequestError: one of them it has not.
+    """
     for index, token in enumerate(prompt.tokens):
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
@@ -363,14 +422,18 @@ def _field(request: GenerationRequest) -> str:
 
 def _is_short(request: Request) -> bool:
     # To compile a grammar may take a second.
-    return not _has_constraint(request) and sum(map(_size, prompts_of(request))) < _INLINE_CHARACTERS
+    suffixes = sum(len(item.suffix) for item in _items(request))
+    return not _has_constraint(request) and sum(map(_size, prompts_of(request))) + suffixes < _INLINE_CHARACTERS
 
 
 def _has_constraint(request: Request) -> bool:
-    return isinstance(request, BatchRequest) and any(
-        isinstance(item, GenerationRequest) and (item.constraint is not None or _has_tools(item.prompt))
-        for item in request.items
-    )
+    return any(item.constraint is not None or _has_tools(item.prompt) for item in _items(request))
+
+
+def _items(request: Request) -> Sequence[GenerationRequest]:
+    """What of a request is to be answered and could be read."""
+    items = request.items if isinstance(request, BatchRequest) else ()
+    return [item for item in items if isinstance(item, GenerationRequest)]
 
 
 def _has_tools(prompt: Prompt) -> bool:

@@ -57,6 +57,8 @@ class GenerationRequest:
         logprobs: how many of the most likely tokens to report with each token; None reports nothing.
         constraint: what the answer has to look like.
         constraint_field: what the client calls it.
+        suffix: text that follows the answer, which fills the gap between the prompt and it; empty where there is none.
+        echo: tell the prompt's text before the answer.
         prompt_field: what the client calls the prompt; None where that follows from its kind.
         busy_timeout_ms: how long to wait for a slot; None leaves it to model and server, 0 is not at all.
         request_id: for the log.
@@ -72,6 +74,8 @@ class GenerationRequest:
     logprobs: int | None = None
     constraint: Constraint | None = None
     constraint_field: str = "constraint"
+    suffix: str = ""
+    echo: bool = False
     prompt_field: str | None = None
     busy_timeout_ms: int | None = None
     request_id: str = "-"

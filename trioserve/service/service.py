@@ -32,6 +32,7 @@ from trioserve.service.ledger import Ledger, Record, Tally
 from trioserve.service.manage import Management
 from trioserve.service.metrics import Metrics
 from trioserve.service.prepare import Prepared, Preparer, check_task
+from trioserve.service.reading import Question, Reader, ReadingRequest, Result
 from trioserve.service.requests import BatchRequest, EmbeddingRequest, GenerationRequest, Request, describe
 from trioserve.service.status import SlotStatus, slot_statuses
 
@@ -67,6 +68,7 @@ class Service:
         self._ledger = Ledger(metrics)
         self.management = Management(config, registry, house, nursery, self._ledger, self.check_accepting)
         self._preparer = Preparer()
+        self._reader = Reader()
         self._hurry = trio.Event()
         self._started = trio.Event()
         self._start_error: TrioserveError | None = None
@@ -139,21 +141,30 @@ class Service:
         """Admit a request for vectors and let a slot begin to compute them; see ``start`` for arguments and errors."""
         return Embedding(await self._begin(request, resources))
 
+    async def read(self, question: Question[Result], request: ReadingRequest, resources: ExitStack) -> Result:
+        """Ask a model something that needs no inference; see ``start`` for the other arguments and the errors.
+
+        A model that is loaded answers at once, whatever its slots do. Another one is loaded for it.
+        """
+        model = self._found(request.model)
+        if question.task is not None:
+            check_task(model.config, question.task)
+        record = self._enter(model, request.request_id, resources)
+        with _recorded(record):
+            return await self._read(model, question, request, record)
+
     async def count_tokens(self, request: GenerationRequest, resources: ExitStack) -> int:
         """Count the tokens of a prompt as the model takes it, without a slot where the model is loaded.
 
         Arguments and errors are those of ``start``; a prompt that does not fit is counted all the same.
         """
-        self.check_accepting()
-        model = self._find(request.model)
-        check_task(model.config, BatchRequest.of(request))
+        model = self._found(request.model)
+        check_task(model.config, BatchRequest.task)
         if model.pool is not None:
             return await self._preparer.count(model.pool, request)
-        record = self._enter(request.request_id, model, resources)
+        record = self._enter(model, request.request_id, resources)
         with _recorded(record):
-            lease = await model.admit(
-                effective_wait(self.config.busy_timeout_ms, model.config.busy_timeout_ms, request.busy_timeout_ms)
-            )
+            lease = await model.admit(self._wait(model, request.busy_timeout_ms))
             resources.callback(lease.release)
             record.advance(RequestEvent.ADMITTED)
             pool = await lease.ready()
@@ -245,21 +256,23 @@ class Service:
 
     async def _begin(self, request: Request, resources: ExitStack) -> Begun:
         """Prepare and enter a request, get it a slot, and let that begin; see ``start``."""
-        self.check_accepting()
-        model = self._find(request.model)
+        model = self._found(request.model)
         prepared = await self._prepare_early(model, request)
         self.check_accepting()  # once more: a drain that has begun meanwhile does not know of this request
-        record = self._enter(request.request_id, model, resources)
+        record = self._enter(model, request.request_id, resources)
         with _recorded(record):
             return await self._run(model, request, prepared, record, resources)
 
-    def _find(self, name: str | None) -> Model:
-        model = self.registry.find(name)
+    def _found(self, model_id: str | None) -> Model:
+        """The model that a newcomer asks for."""
+        self.check_accepting()
+        model = self.registry.find(model_id)
         if (origin := current_origin()) is not None:
             origin.model = model.id
         return model
 
-    def _enter(self, request_id: str, model: Model, resources: ExitStack) -> Record:
+    def _enter(self, model: Model, request_id: str, resources: ExitStack) -> Record:
+        """Open the record of a request, closed with the resources."""
         record = self._ledger.open(request_id, model.id, model.id)
         resources.callback(record.close)
         record.on_abandon(resources.close)
@@ -267,7 +280,7 @@ class Service:
 
     async def _prepare_early(self, model: Model, request: Request) -> Prepared | None:
         """Check prompts before a slot is taken. An unloaded model has no tokenizer yet; it is asked later."""
-        check_task(model.config, request)
+        check_task(model.config, request.task)
         return None if model.pool is None else await self._preparer.prepare(model.pool, request)
 
     async def _run(
@@ -280,11 +293,8 @@ class Service:
     ) -> Begun:
         if prepared is not None and not prepared.sequences:
             return self._refuse_all(model, prepared, record)
-        config = model.config
-        lease = await model.admit(
-            effective_wait(self.config.busy_timeout_ms, config.busy_timeout_ms, request.busy_timeout_ms),
-            prepared.reused_prompt if prepared is not None else (),
-        )
+        reused = prepared.reused_prompt if prepared is not None else ()
+        lease = await model.admit(self._wait(model, request.busy_timeout_ms), reused)
         resources.callback(lease.release)
         # The request may have been cut off in the very moment of its admission, and not yet know.
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -309,6 +319,29 @@ class Service:
         if self.config.log_prompts:
             record.fields["prompt"] = describe(request)
         return Begun(model.id, record, prepared, job, metrics)
+
+    def _wait(self, model: Model, busy_timeout_ms: int | None) -> float | None:
+        """Seconds that a request may wait for a model."""
+        return effective_wait(self.config.busy_timeout_ms, model.config.busy_timeout_ms, busy_timeout_ms)
+
+    async def _read(self, model: Model, question: Question[Result], request: ReadingRequest, record: Record) -> Result:
+        lease = None
+        try:
+            if (pool := model.pool) is None:
+                lease = await model.admit(self._wait(model, request.busy_timeout_ms))
+                record.slot = lease.slot
+            record.advance(RequestEvent.ADMITTED)
+            if lease is not None:
+                pool = await lease.ready()
+            assert pool is not None, "a lease makes a model ready"
+            found = await self._reader.ask(pool, question)
+        finally:
+            if lease is not None:
+                lease.release()
+                record.slot = None  # it was a place to wait in, and did no work
+        record.advance(RequestEvent.STARTED)
+        record.advance(RequestEvent.FINISHED)
+        return found
 
     def _refuse_all(self, model: Model, prepared: Prepared, record: Record) -> Begun:
         """A batch of which nothing can be honoured: each item gets its error, and no slot works."""

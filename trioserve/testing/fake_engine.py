@@ -19,6 +19,7 @@ from trioserve.engine.base import (
     Finished,
     FinishReason,
     Footprint,
+    GapTokens,
     LoadFailure,
     LoadOptions,
     Mode,
@@ -67,6 +68,7 @@ class FakeEngine:
         raising_step: number of the step, of any sequence, that raises, or None.
         refused: name of a file that is refused when it is inspected, or None.
         device_memory: bytes that are free on the GPU; None where there is none.
+        gap: tokens with which its models fill gaps; None where they don't.
         closed: names of what was closed, in order.
 
     Arguments:
@@ -89,6 +91,7 @@ class FakeEngine:
         self.raising_step: int | None = None
         self.refused: str | None = None
         self.device_memory: int | None = None
+        self.gap: GapTokens | None = None
         self.closed: list[str] = []
         self.loads = 0
         self.max_sessions = max_sessions
@@ -142,6 +145,7 @@ class FakeWeights:
         self.bos: int | None = None
         self.vocab_size = VOCAB_SIZE
         self.n_embd = DIMENSIONS
+        self.gap = engine.gap
         self.longest_piece = 1
         self.max_sessions = engine.max_sessions
         self.sessions: list[FakeSession] = []
@@ -149,6 +153,10 @@ class FakeWeights:
     def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
         """One token for each byte."""
         return list(text.encode())
+
+    def piece(self, token: int) -> bytes:
+        """The byte that a token is."""
+        return b"<end>" if token == END else bytes([token])
 
     def check_constraint(self, constraint: Constraint) -> None:
         """Refuse what says so."""

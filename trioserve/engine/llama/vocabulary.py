@@ -9,7 +9,15 @@ from typing import Any
 
 import llama_cpp
 
+from trioserve.engine.base import GapTokens
+from trioserve.engine.llama.special import Cutter, Special
+
 _PIECE_BYTES = 64
+_LONG_BYTES = 8192  # of text; shorter ones can't have so many special tokens that it matters
+_WORDPIECE = 3  # LLAMA_VOCAB_TYPE_WPM
+_LOOKED_FOR = (
+    llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+)
 
 
 class Vocabulary:
@@ -49,6 +57,13 @@ class Vocabulary:
         """The end-of-sequence token as text."""
         return self.special_text(self._optional(llama_cpp.llama_vocab_eos(self._vocab)))
 
+    @property
+    def gap(self) -> GapTokens | None:
+        """The tokens for filling gaps, where the vocabulary has all of them."""
+        asked = (llama_cpp.llama_vocab_fim_pre, llama_cpp.llama_vocab_fim_suf, llama_cpp.llama_vocab_fim_mid)
+        tokens = GapTokens(*(find(self._vocab) for find in asked))
+        return tokens if min(tokens) >= 0 else None
+
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to an answer; none for control tokens."""
         piece = self._pieces[token]
@@ -85,6 +100,16 @@ class Vocabulary:
     def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
         """Turn text into token ids; see ``engine.base.Weights.tokenize``."""
         data = text.encode("utf-8")
+        if len(data) < _LONG_BYTES:
+            return self._tokenize(data, special=special, add_bos=add_bos)
+        first, *others = self._cutter.parts(data, special=special)
+        tokens = self._tokenize(first, special=special, add_bos=add_bos)
+        end = [tokens.pop()] if others and add_bos and self._adds_end else []
+        for part in others:
+            tokens += self._tokenize(part, special=special, add_bos=False)
+        return tokens + end
+
+    def _tokenize(self, data: bytes, *, special: bool, add_bos: bool) -> list[int]:
         room = len(data) + 8
         for _ in range(2):
             tokens = (ctypes.c_int32 * room)()
@@ -93,6 +118,27 @@ class Vocabulary:
                 return tokens[:count]
             room = -count
         raise RuntimeError(f"the tokenizer changed its mind about {len(data)} bytes of text")
+
+    @property
+    def _adds_end(self) -> bool:
+        """Whether a text that gets special tokens around it has one at its end."""
+        wordpiece = llama_cpp.llama_vocab_type(self._vocab) == _WORDPIECE
+        return bool(wordpiece or llama_cpp.llama_vocab_get_add_eos(self._vocab))
+
+    @functools.cached_property
+    def _cutter(self) -> Cutter:
+        return Cutter([special for token in range(self.size) if (special := self._special(token)).text])
+
+    def _special(self, token: int) -> Special:
+        """A token as the tokenizer looks for it in texts; without a text where it does not."""
+        attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+        text = llama_cpp.llama_vocab_get_text(self._vocab, token) if attributes & _LOOKED_FOR else b""
+        return Special(
+            text,
+            plain=not attributes & (_LOOKED_FOR & ~llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED),
+            strips_left=bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
+            strips_right=bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
+        )
 
     def _render(self, token: int, *, special: bool) -> bytes:
         room = _PIECE_BYTES

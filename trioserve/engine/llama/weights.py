@@ -86,6 +86,7 @@ class LlamaWeights:
         self.bos = self._vocabulary.bos
         self.bos_text = self._vocabulary.bos_text
         self.eos_text = self._vocabulary.eos_text
+        self.gap = self._vocabulary.gap
         self.max_sessions = MAX_SLOTS
 
     @property
@@ -96,6 +97,10 @@ class LlamaWeights:
     def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
         """Turn text into token ids."""
         return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token."""
+        return self._vocabulary.text_piece(token)
 
     def check_constraint(self, constraint: Constraint) -> None:
         """See that answers can be held to a constraint."""

@@ -226,6 +226,7 @@ class GenerationFields(HonestSchema):
         None, description="One or several strings that end the answer and don't appear in it."
     )
     ignore_eos: bool | None = Field(None, description="Never end the answer at the model's own wish.")
+    timings_per_token: bool | None = Field(None, description="Tell at the end of each answer where its time went.")
     cache_prompt: bool | None = Field(
         None, description="Reuse what the slot has kept of earlier prompts; false evaluates all of this one."
     )
@@ -256,6 +257,16 @@ class GenerationFields(HonestSchema):
     def choices(self) -> int:
         """How many answers to give."""
         return self.n or 1
+
+    @property
+    def following(self) -> str:
+        """The text that follows the answer."""
+        return ""
+
+    @property
+    def echoed(self) -> bool:
+        """Whether the prompt is told before the answer."""
+        return False
 
     @property
     def stops(self) -> tuple[str, ...]:

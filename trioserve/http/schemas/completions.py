@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, WithJsonSchema, field_validator
 
 from trioserve.errors import InvalidRequestError
-from trioserve.http.schemas.base import MAX_LOGPROBS, TOKENS, GenerationFields, encodable, is_tokens
+from trioserve.http.schemas.base import MAX_LOGPROBS, TOKENS, GenerationFields, Text, encodable, is_tokens
 from trioserve.service import TextPrompt, TokenPrompt
 
 MAX_PROMPTS = 2048
@@ -25,12 +25,6 @@ _PROMPT = {"anyOf": [{"type": "string"}, TOKENS, _PROMPTS]}
 class CompletionRequest(GenerationFields):
     """Body of a text completion."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **GenerationFields.neutral,
-        "echo": (False,),
-        "suffix": ("",),
-    }
-
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Tell how likely each token was, and so many of the most likely ones."
     )
@@ -38,10 +32,19 @@ class CompletionRequest(GenerationFields):
         description="Text or token ids, or a list of such prompts: they are decoded together and answered by index."
     )
 
+    suffix: Text | None = Field(
+        None, description="Text that follows the answer, which fills the gap; for models that have tokens for that."
+    )
+    echo: bool | None = Field(None, description="Tell the prompt's text before the answer.")
+
     @classmethod
     def parse(cls, body: Mapping[str, object]) -> Self:
         """Validate a decoded JSON object; also bound how many answers it asks for."""
         parsed = super().parse(body)
+        if parsed.echo and parsed.logprobs is not None:
+            raise InvalidRequestError(
+                "echo and logprobs are both given: how likely a prompt's tokens are is not told", param="echo"
+            )
         if (answers := len(parsed.prompts) * parsed.choices) > MAX_PROMPTS:
             raise InvalidRequestError(
                 f"n: {len(parsed.prompts)} prompts times {parsed.choices} choices are {answers} answers, at most "
@@ -60,6 +63,16 @@ class CompletionRequest(GenerationFields):
     def reported(self) -> int | None:
         """How many of the most likely tokens to report at each place; None reports nothing."""
         return self.logprobs
+
+    @property
+    def following(self) -> str:
+        """The text that follows the answer."""
+        return self.suffix or ""
+
+    @property
+    def echoed(self) -> bool:
+        """Whether the prompt is told before the answer."""
+        return bool(self.echo)
 
     @property
     def limit(self) -> int | None:

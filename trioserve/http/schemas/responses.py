@@ -53,6 +53,20 @@ class Usage(Answer):
     prompt_tokens_details: PromptDetails
 
 
+class Timings(Answer):
+    """Where the time of an answer went. Rates are 0 where there is nothing to measure."""
+
+    cache_n: int = Field(ge=0, description="Tokens of the prompt that the slot had kept.")
+    prompt_n: int = Field(ge=0, description="The others, which were evaluated.")
+    prompt_ms: float = Field(ge=0, description="From the prompt's beginning to the first token.")
+    prompt_per_token_ms: float = Field(ge=0, description="That by token.")
+    prompt_per_second: float = Field(ge=0, description="Tokens by that.")
+    predicted_n: int = Field(ge=0, description="Tokens of the answer.")
+    predicted_ms: float = Field(ge=0, description="From the first token to the end.")
+    predicted_per_token_ms: float = Field(ge=0, description="That by token after the first one.")
+    predicted_per_second: float = Field(ge=0, description="Tokens after the first one by that.")
+
+
 class Generated(Answer):
     """What whole answers and chunks have in common."""
 
@@ -60,6 +74,9 @@ class Generated(Answer):
     created: int = Field(ge=0, description="When the answer began, in Unix seconds.")
     model: str = Field(description="Id of the model that answered.")
     system_fingerprint: None = Field(description="Always null.")
+    timings: Timings | None = Field(
+        default=None, description="Absent unless timings_per_token asks for it, and in chunks without a finish_reason."
+    )
 
 
 class Choice(Answer):
@@ -339,6 +356,41 @@ class EmbeddingList(Answer):
     data: list[EmbeddedText]
     model: str = Field(description="Id of the model that answered.")
     usage: EmbeddingUsage
+
+
+# -- texts and tokens
+
+
+class TokenPiece(Answer):
+    """One token with its text."""
+
+    id: int = Field(ge=0, description="Of the token.")
+    piece: str | list[int] = Field(description="Its text; its bytes where they are no whole characters.")
+
+
+class Tokenized(Answer):
+    """The tokens of a text."""
+
+    tokens: list[int] | list[TokenPiece] = Field(description="Ids, or with with_pieces ids and texts.")
+
+
+class DetokenizedText(Answer):
+    """The text of tokens."""
+
+    content: str = Field(description="Special tokens included.")
+
+
+class RenderedPrompt(Answer):
+    """The prompt of a conversation."""
+
+    prompt: str = Field(description="What the model's chat template makes of the messages.")
+
+
+class InputTokens(Answer):
+    """How long a prompt is."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int = Field(ge=0, description="Tokens of the prompt.")
 
 
 # -- models
