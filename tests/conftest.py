@@ -94,9 +94,9 @@ def model_for(model_file, house_for):
     """Open a model, unloaded, in a nursery of its own; leaving the block cancels it."""
 
     @contextlib.asynccontextmanager
-    async def open_model(*, max_queued=512, **settings):
+    async def open_model(*, max_queued=512, stall_timeout=0, **settings):
         settings.setdefault("path", model_file)
-        model = Model(ModelConfig(**settings), house_for(max_queued=max_queued))
+        model = Model(ModelConfig(**settings), house_for(max_queued=max_queued, stall_timeout=stall_timeout))
         with trio.fail_after(SAFETY_SECONDS):
             async with trio.open_nursery() as nursery:
                 await nursery.start(model.run)

@@ -29,6 +29,7 @@ SERVER_DEFAULTS = {
     "max_queued_requests": 512,
     "drain_timeout_ms": 30000,
     "send_timeout_ms": 30000,
+    "stall_timeout_ms": 120000,
     "max_request_body_bytes": 33554432,
     "api_keys": (),
     "admin_keys": (),

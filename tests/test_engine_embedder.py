@@ -227,6 +227,23 @@ def test_a_context_forgets_the_texts_of_each_step(llama):
         assert all(isinstance(event, Embedded) for event in embed(session, works(llama, [64] * 10)))
 
 
+@pytest.mark.parametrize("how", ["embedded", "interrupted", "waiting"])
+def test_a_session_is_sound_after_a_reset_whatever_was_before(weights, how):
+    with embedding(weights, max_sequences=2) as session:
+        assert session.is_sound()
+        numbers = [session.add(work) for work in works(weights, [9, 5])]
+        assert not session.is_sound(), "texts wait"
+        if how == "interrupted":
+            session.interrupt()
+        if how != "waiting":
+            session.step(1)
+        if how == "embedded":
+            session.remove(numbers[0])
+            assert not session.is_sound(), "one is still taken"
+        session.reset()
+        assert session.is_sound()
+
+
 def test_a_session_without_texts_has_nothing_to_do(llama, decodes):
     with embedding(llama) as session:
         assert session.step(1) == []

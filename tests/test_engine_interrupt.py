@@ -1,12 +1,14 @@
 """Interrupting a session: from any thread, at any time, and nobody else notices."""
 
 import itertools
+import random
 import threading
 import time
 
 import pytest
 from tiny_models import BOS, answer, asking, loaded, opened, smollm2, tiny_model
 
+from trioserve.engine.base import ENDINGS
 from trioserve.engine.llama.context import Context, Outcome
 
 PREFILL = 1900  # tokens; many seconds of work for the real model
@@ -206,3 +208,47 @@ def tokens_until_silent(session, question):
         silent = 0 if events else silent + 1
         grown += [event.token for event in events if hasattr(event, "token")]
     return grown
+
+
+def test_after_interrupts_at_random_moments_a_session_is_sound_and_answers_as_ever(tiny):
+    """Prompts, answers and what was kept of earlier ones are cut anywhere; the next answer doesn't know."""
+    question, long = asking(long_prompt(tiny, 100), 20, ignore_eos=True), asking(long_prompt(tiny, 300), 40)
+    moments = random.Random(7)
+    with opened(tiny, n_ubatch=64, n_ctx=512) as session:
+        start = time.monotonic()
+        expected = answer(session, question).tokens
+        took = time.monotonic() - start
+        for _ in range(40):
+            timer = threading.Timer(moments.uniform(0, 2 * took), session.interrupt)
+            timer.start()
+            number = session.add(moments.choice([question, long]))
+            while timer.is_alive():
+                if any(isinstance(event, ENDINGS) for event in session.step(1)):
+                    session.remove(number)
+                    number = session.add(question)
+            timer.join()
+            session.reset()
+            assert session.is_sound()
+            assert answer(session, question).tokens == expected
+
+
+def test_a_session_tells_when_its_memory_is_not_what_it_takes_it_for(tiny):
+    question = asking(long_prompt(tiny, 30), 5, ignore_eos=True)
+    with opened(tiny, max_sequences=2) as session:
+        assert session.is_sound()
+        number = session.add(question)
+        session.step(1)
+        assert not session.is_sound(), "a sequence is live"
+        session.reset()
+        assert session.is_sound()
+        session.interrupt()
+        assert not session.is_sound(), "the flag is up"
+        session.reset()
+        session._core._context.truncate(number, 3)
+        assert not session.is_sound(), "tokens are missing"
+        session.clear()
+        assert session.is_sound()
+        session.add(question)
+        session.step(1)
+        session._core._live.clear()
+        assert not session.is_sound(), "tokens are there that nobody knows of"

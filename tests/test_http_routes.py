@@ -213,6 +213,7 @@ async def test_models_are_listed_in_order_with_their_state():
             "queued_operations": 0,
             "max_parallel_slots": 16,
             "n_ctx": 4096,
+            "stalled_slots": 0,
         }
         assert (second["id"], second["state"], second["loaded"]) == ("org/b:q4", "unloaded", False)
         assert second["max_parallel_slots"] is second["n_ctx"] is None

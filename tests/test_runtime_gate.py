@@ -6,7 +6,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.errors import ServerBusyError
 from trioserve.runtime.gate import Gate
-from trioserve.scheduling.admission import Admission, Kind, Ticket
+from trioserve.scheduling.admission import Admission, Ailment, Kind, Ticket
 from trioserve.scheduling.statistics import AdmissionStatistics
 
 
@@ -240,3 +240,18 @@ async def test_whoever_goes_last_makes_it_idle_however_it_goes():
     await gate.pass_through(last := Ticket())
     gate.release(last)
     assert told == [True, True]
+
+
+async def test_whoever_waits_for_slots_that_stall_is_told_at_once(gate, arrive, autojump_clock):
+    holder = await arrive()
+    waiting, unbounded = await arrive(wait=5), await arrive()
+    await trio.sleep(1)
+    gate.mark(0, Ailment.STALLED)
+    await wait_all_tasks_blocked()
+    assert (waiting.rejected_at, unbounded.rejected_at) == (trio.current_time(),) * 2
+    assert (gate.statistics().queued, dict(gate.ailments())) == (0, {0: Ailment.STALLED})
+    gate.mark(0, None)
+    waiting = await arrive()
+    holder.leave()
+    await wait_all_tasks_blocked()
+    assert waiting.passed_at is not None

@@ -10,11 +10,13 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.engine.base import Failed, Finished, SequenceRequest, SessionOptions, Token
-from trioserve.errors import EngineError, ShuttingDownError, TrioserveError
+from trioserve.errors import EngineError, ServerBusyError, ShuttingDownError, TrioserveError
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores, available_cores
 from trioserve.runtime.job import BUFFERED_EVENTS, Job
 from trioserve.runtime.slot import Slot
+from trioserve.runtime.stall_watch import StallWatch
+from trioserve.scheduling.admission import Ailment
 from trioserve.testing import FakeSession, fake_answer
 
 
@@ -432,6 +434,104 @@ async def test_a_job_that_was_given_up_gives_no_more_events(model_for, engine):
             await job.next_events()
 
 
+# -- sessions that prove themselves
+
+
+@pytest.fixture
+def logged(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("trioserve"), "propagate", True)
+    return caplog
+
+
+async def cut_short(model, engine, eventually):
+    """An answer that is given up in the middle."""
+    engine.step_gate.shut()
+    arrived = engine.step_gate.count
+    async with working(model, sequence(b"cut", 9)):
+        await engine.step_gate.arrived(arrived + 1)
+    await eventually(lambda: model.status().active_slots == 0)
+    engine.step_gate.open()
+
+
+@pytest.mark.parametrize("how", ["cut", "failing_step", "raising_step", "finished"])
+async def test_a_session_that_is_not_sound_after_its_reset_is_replaced(model_for, engine, eventually, logged, how):
+    async with model_for(slots=2) as model:
+        await model.ensure_loaded()
+        (old, other), engine.failing_proofs = sessions(model), 2
+        if how == "cut":
+            await cut_short(model, engine, eventually)
+        elif how == "finished":
+            await answer(model, sequence())
+        else:
+            setattr(engine, how, 1)
+            async with working(model, sequence()) as (_, job):
+                assert isinstance((await read_to_error(job))[1], EngineError)
+            setattr(engine, how, None)
+        await eventually(lambda: model.status().active_slots == 0)
+        fresh, same = sessions(model)
+        assert (same, fresh.name, engine.closed) == (other, "tiny[2]", [old.name])
+        assert await answer(model, sequence(b"next", 9)) == fake_answer(b"next", 9)
+        assert fresh.threads
+        assert "is replaced" in logged.text
+        assert model.status().ailments == {}
+    assert engine.closed == ["tiny[0]", "tiny[1]", "tiny[2]", "tiny"]
+
+
+async def test_a_late_cancellation_is_no_failed_proof(model_for, engine, eventually):
+    async with model_for() as model:
+        await model.ensure_loaded()
+        before, engine.failing_proofs = sessions(model), 1
+        await cut_short(model, engine, eventually)
+        assert (sessions(model), engine.failing_proofs, engine.closed) == (before, 0, [])
+
+
+async def test_a_slot_without_a_session_is_leased_to_nobody_until_the_model_is_loaded_anew(
+    model_for, engine, eventually, logged
+):
+    async with model_for(slots=2) as model:
+        await model.ensure_loaded()
+        engine.failing_proofs, engine.failing_session = 2, 2
+        await cut_short(model, engine, eventually)
+        assert model.status().ailments == {0: Ailment.BROKEN}
+        assert "slot broken" in logged.text
+        for _ in range(3):
+            lease = await model.admit(0)
+            assert lease.slot == 1
+            with pytest.raises(ServerBusyError):
+                await model.admit(0)
+            lease.release()
+        await model.unload(0)
+        assert engine.closed == ["tiny[0]", "tiny[1]", "tiny"], "each of them once"
+        assert model.status().ailments == {}
+        leases = [await model.admit(0) for _ in range(2)]
+        assert [lease.slot for lease in leases] == [0, 1]
+        for lease in leases:
+            lease.release()
+
+
+async def test_a_lease_that_has_come_to_a_broken_slot_fails(model_for, engine, eventually):
+    async with model_for() as model:
+        async with working(model, sequence()) as (lease, job):
+            engine.failing_proofs, engine.failing_session = 2, 1
+            await read(job)
+            await eventually(lambda: model.status().ailments)
+            with pytest.raises(EngineError):
+                await lease.start(model.pool, sequence()).next_events()
+        with pytest.raises(ServerBusyError, match="1 are broken"):
+            await model.admit(None)
+
+
+async def test_a_batch_s_own_session_proves_nothing_about_the_slots(model_for, engine, eventually):
+    async with model_for() as model:
+        await model.ensure_loaded()
+        before, engine.failing_proofs = sessions(model), 2
+        lease = await model.admit(None)
+        lease.start(model.pool, sequence(b"a"), sequence(b"b"))
+        await eventually(lambda: "held" in repr(lease))
+        lease.release()
+        assert (sessions(model), engine.closed) == (before, ["tiny[1]"])
+
+
 # -- the end of a slot
 
 
@@ -443,7 +543,9 @@ def lone_slot(engine, model_file):
 def alone(session, cores):
     """A slot without a pool, whose batches have to do with its own session."""
     batches = BatchSessions(None, SessionOptions(), 1, lambda options: False)
-    return Slot(0, session, trio.CapacityLimiter(1), cores, 0, batches)
+    return Slot(
+        0, session, trio.CapacityLimiter(1), cores, 0, batches, StallWatch("lone", 0, lambda slot, ailment: None)
+    )
 
 
 async def test_a_slot_that_is_cancelled_finishes_its_job_first(engine, model_file):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from trioserve.errors import ServerBusyError
-from trioserve.scheduling.admission import Admission, Kind, Ticket, effective_wait
+from trioserve.scheduling.admission import Admission, Ailment, Kind, Ticket, effective_wait
 from trioserve.scheduling.statistics import AdmissionStatistics
 
 
@@ -560,3 +560,102 @@ def test_a_ticket_chooses_among_the_free_slots_and_not_when_it_is_granted():
     admission.release(tickets[0])
     assert admission.assign(1.0) == [tickets[4]]
     assert tickets[4].slot == 3
+
+
+# -- slots that can't serve
+
+
+def mark(admission, ailment, *slots, now=0.0):
+    """Returns the tickets that this settled."""
+    for slot in slots:
+        admission.mark(slot, ailment)
+    return admission.assign(now)
+
+
+def test_one_stalled_slot_leaves_hope(two):
+    enter_all(two, request(), request())
+    assert mark(two, Ailment.STALLED, 0) == []
+    waiting = enter(two, request())
+    assert (waiting.granted, waiting.refusal, two.statistics().queued) == (False, None, 1)
+
+
+@pytest.mark.parametrize("wait", [None, 0, 5])
+def test_newcomers_are_turned_away_where_every_slot_has_stalled(two, wait):
+    enter_all(two, request(), request())
+    mark(two, Ailment.STALLED, 0, 1)
+    with pytest.raises(ServerBusyError, match="2 are stalled"):
+        two.enter(request(wait), 0.0)
+    assert_turned_away(two, request(wait))
+
+
+def test_requests_that_wait_hear_of_it_when_the_last_slot_stalls(two):
+    enter_all(two, request(), request())
+    waiting = [enter(two, request()) for _ in range(2)]
+    assert mark(two, Ailment.STALLED, 0) == []
+    assert mark(two, Ailment.STALLED, 1) == waiting
+    assert all("stalled" in ticket.refusal and not ticket.granted for ticket in waiting)
+    assert two.statistics() == AdmissionStatistics(slots=2, active=2, queued=0, waiting_managers=0, exclusive=False)
+    assert two.assign(0.0) == []
+
+
+def test_a_slot_that_recovers_serves_again(one):
+    stuck = enter(one, request())
+    mark(one, Ailment.STALLED, 0)
+    assert_turned_away(one, request())
+    assert mark(one, None, 0) == []
+    waiting = enter(one, request())
+    assert release(one, stuck) == [waiting]
+
+
+def test_a_bounded_manager_does_not_wait_for_a_stalled_slot_and_an_unbounded_one_does(two):
+    stuck = enter(two, request())
+    mark(two, Ailment.STALLED, 0)
+    assert_turned_away(two, manager(5))
+    patient = enter(two, manager())
+    mark(two, None, 0)
+    assert release(two, stuck) == [patient]
+
+
+def test_whoever_queues_behind_a_manager_that_waits_for_stalled_slots_hears_of_it_too(one):
+    enter(one, request())
+    enter(one, manager())
+    behind = enter(one, request())
+    assert mark(one, Ailment.STALLED, 0) == [behind]
+    assert one.statistics().waiting_managers == 1
+    assert_turned_away(one, request())
+
+
+def test_a_broken_slot_is_granted_to_nobody(two):
+    mark(two, Ailment.BROKEN, 0)
+    first = enter(two, request())
+    waiting = enter(two, request())
+    assert (first.slot, waiting.granted) == (1, False)
+    assert release(two, first) == [waiting]
+    assert (waiting.slot, two.ailments()) == (1, {0: Ailment.BROKEN})
+
+
+def test_where_all_are_broken_or_stalled_nobody_waits(two):
+    stuck = enter(two, request())
+    mark(two, Ailment.BROKEN, 1)
+    waiting = enter(two, request())
+    assert mark(two, Ailment.STALLED, stuck.slot) == [waiting]
+    assert waiting.refusal.endswith("1 are stalled and 1 are broken")
+
+
+def test_broken_slots_hold_up_no_manager_and_are_as_new_when_they_were_replaced(one):
+    mark(one, Ailment.BROKEN, 0)
+    assert_turned_away(one, request())
+    unload = enter(one, manager(0))
+    assert unload.granted
+    behind = enter(one, request())
+    assert not behind.granted
+    one.renew()
+    assert release(one, unload) == [behind]
+
+
+def test_a_manager_that_replaced_nothing_leaves_no_hope_behind(one):
+    mark(one, Ailment.BROKEN, 0)
+    unload = enter(one, manager())
+    behind = enter(one, request())
+    assert release(one, unload) == [behind]
+    assert behind.refusal

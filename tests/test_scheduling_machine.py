@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trioserve.errors import ServerBusyError
-from trioserve.scheduling.admission import Admission, Kind, Ticket
+from trioserve.scheduling.admission import Admission, Ailment, Kind, Ticket
 
 WAITS = st.sampled_from([None, None, 0, 1, 2, 5])
 KINDS = st.sampled_from([Kind.REQUEST, Kind.REQUEST, Kind.REQUEST, Kind.MANAGER])
@@ -18,6 +18,7 @@ class Reference:
         self.slots, self.max_queued = slots, max_queued
         self.line = []
         self.inside = {}
+        self.stalled, self.broken = set(), set()
 
     def managers(self, tickets):
         return [ticket for ticket in tickets if ticket.kind is Kind.MANAGER]
@@ -28,11 +29,21 @@ class Reference:
     def has_room(self, kind):
         if kind is Kind.MANAGER:
             return not self.inside
-        return not self.managers(self.inside) and len(self.inside) < self.slots
+        taken = {ticket.slot for ticket in self.inside}
+        return not self.managers(self.inside) and len(taken | self.broken) < self.slots
+
+    def in_vain(self):
+        if len(self.stalled | self.broken) < self.slots:
+            return False
+        return bool(self.stalled) or not self.managers([*self.inside, *self.line])
 
     def rejects(self, ticket, now):
         if not self.line and self.has_room(ticket.kind):
             return False
+        if ticket.kind is Kind.REQUEST and self.in_vain():
+            return True
+        if ticket.kind is Kind.MANAGER and ticket.wait is not None and self.stalled:
+            return True
         if ticket.wait == 0:
             return True
         if ticket.kind is Kind.REQUEST and len(self.requests(self.line)) >= self.max_queued:
@@ -52,6 +63,13 @@ class Reference:
             self.inside[ticket] = now
             entered.append(ticket)
         return entered
+
+    def turned_away(self):
+        if not self.in_vain():
+            return []
+        refused = self.requests(self.line)
+        self.line = self.managers(self.line)
+        return refused
 
 
 class AdmissionMachine(RuleBasedStateMachine):
@@ -88,13 +106,40 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data):
         ticket = data.draw(st.sampled_from(list(self.reference.inside)))
+        self.recover(ticket)
         self.admission.release(ticket)
         self.leave(ticket)
+
+    @precondition(lambda self: self.reference.requests(self.reference.inside))
+    @rule(data=st.data())
+    def stall(self, data):
+        slot = data.draw(st.sampled_from(self.reference.requests(list(self.reference.inside)))).slot
+        self.admission.mark(slot, Ailment.STALLED)
+        self.reference.stalled.add(slot)
+        self.assign()
+
+    @precondition(lambda self: self.reference.requests(self.reference.inside))
+    @rule(data=st.data())
+    def break_down(self, data):
+        ticket = data.draw(st.sampled_from(self.reference.requests(list(self.reference.inside))))
+        self.recover(ticket)
+        self.admission.mark(ticket.slot, Ailment.BROKEN)
+        self.reference.broken.add(ticket.slot)
+        self.admission.release(ticket)
+        self.leave(ticket)
+
+    @precondition(lambda self: self.reference.managers(self.reference.inside))
+    @rule()
+    def replace_all(self):
+        self.admission.renew()
+        self.reference.broken.clear()
+        self.assign()
 
     @precondition(lambda self: self.reference.inside)
     @rule(data=st.data())
     def withdraw_granted(self, data):
         ticket = data.draw(st.sampled_from(list(self.reference.inside)))
+        self.recover(ticket)
         self.admission.withdraw(ticket)
         self.leave(ticket)
 
@@ -128,6 +173,8 @@ class AdmissionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reference.managers(self.reference.inside))
     @rule(slots=st.integers(1, 4), max_queued=st.sampled_from([0, 1, 3, 100]))
     def resize(self, slots, max_queued):
+        self.admission.renew()
+        self.reference.broken.clear()
         self.admission.resize(slots, max_queued)
         self.reference.slots, self.reference.max_queued = slots, max_queued
         self.assign()
@@ -137,6 +184,13 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.now += seconds
         self.assign()
 
+    def recover(self, ticket):
+        """A slot comes back before its lease does."""
+        if ticket.slot in self.reference.stalled:
+            self.admission.mark(ticket.slot, None)
+            self.reference.stalled.remove(ticket.slot)
+            self.assign()
+
     def leave(self, ticket):
         del self.reference.inside[ticket]
         self.gone.append(ticket)
@@ -144,8 +198,12 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.assign()
 
     def assign(self):
-        grants = self.admission.assign(self.now)
-        assert grants == self.reference.let_in(self.now)
+        settled = self.admission.assign(self.now)
+        grants, refused = self.reference.let_in(self.now), self.reference.turned_away()
+        assert settled == grants + refused
+        assert all(ticket.refusal for ticket in refused)
+        self.accepted = [ticket for ticket in self.accepted if ticket not in refused]
+        self.gone += refused
         assert all(ticket.since == self.now for ticket in grants)
         self.granted += grants
         assert self.admission.assign(self.now) == [], "a second look finds nothing more to grant"
@@ -156,6 +214,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         slots = [ticket.slot for ticket in leases]
         assert len(slots) <= self.reference.slots
         assert len(set(slots)) == len(slots)
+        assert not self.reference.broken & set(slots)
         assert all(0 <= slot < self.reference.slots for slot in slots)
 
     @invariant()
@@ -180,6 +239,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert statistics.active == len(reference.requests(reference.inside))
         assert statistics.queued == len(reference.requests(reference.line))
         assert statistics.waiting_managers == len(reference.managers(reference.line))
+        assert set(self.admission.ailments()) == reference.stalled | reference.broken
         assert self.admission.idle == (not reference.inside and not reference.line)
         held = len(reference.inside) + len(reference.line)
         assert held == statistics.active + statistics.queued + statistics.waiting_managers + statistics.exclusive

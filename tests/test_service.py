@@ -1,6 +1,7 @@
 """The service on the fake engine: a request's way, the book of requests, and the end."""
 
 import contextlib
+import logging
 import random
 import threading
 from collections import Counter
@@ -787,7 +788,7 @@ async def test_something_unforeseen_before_the_answer_counts_as_a_failure(servic
         await loaded(service)
         before = service.tally()
 
-        def refuse(*_):
+        def refuse(*_, **__):
             raise ValueError("unforeseen")
 
         monkeypatch.setattr("trioserve.runtime.lease.Lease.start", refuse)
@@ -979,3 +980,83 @@ async def test_grammars_that_take_long_to_compile_hold_no_long_prompt_up(service
                         assert [part async for part in generation]
             finally:
                 go_on.set()
+
+
+# -- threads that don't come back
+
+
+async def test_a_service_that_closes_says_what_it_waits_for(service_for, engine, monkeypatch, caplog):
+    monkeypatch.setattr("trioserve.service.service.HELD_UP_SECONDS", 0.01)
+    monkeypatch.setattr(logging.getLogger("trioserve"), "propagate", True)
+    engine.deaf = True
+    engine.step_gate.shut()
+
+    async def open_when_told():
+        while "the end waits" not in caplog.text:
+            await trio.sleep(0.001)
+        engine.step_gate.open()
+
+    async with trio.open_nursery() as nursery, service_for() as service:
+        (client,) = await send(nursery, service, request())
+        await engine.step_gate.arrived()
+        nursery.start_soon(open_when_told)
+    assert "the end waits for a thread: model tiny: slot 0 is evaluating a step for" in caplog.text
+    assert isinstance(client.error, ShuttingDownError)
+
+
+async def test_what_is_under_way_in_threads_can_be_told_at_any_time(service_for, engine, eventually):
+    gates = {"load": engine.load_gate, "step": engine.step_gate, "close": engine.close_gate}
+    for gate in gates.values():
+        gate.shut()
+    async with service_for() as service, trio.open_nursery() as nursery:
+        assert service.unfinished() == []
+        await send(nursery, service, request(max_tokens=1))
+        assert service.unfinished() == ["model tiny: it is loading"]
+        gates["load"].open()
+        await gates["step"].arrived()
+        (what,) = service.unfinished()
+        assert what.startswith("model tiny: slot 0 is evaluating a step for")
+        gates["step"].open()
+        await eventually(lambda: service.tally().finished == 1)
+        assert service.unfinished() == []
+        nursery.start_soon(service.management.unload, "tiny")
+        await gates["close"].arrived()
+        assert service.unfinished() == ["model tiny: it is unloading"]
+        gates["close"].open()
+
+
+async def test_the_log_of_a_stall_names_the_request(service_for, engine, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("trioserve"), "propagate", True)
+    engine.deaf = True
+    engine.step_gate.shut()
+    async with service_for(stall_timeout_ms=1) as service, trio.open_nursery() as nursery:
+        (client,) = await send(nursery, service, request(request_id="req-7"))
+        while client.error is None:
+            await trio.sleep(0.001)
+        engine.step_gate.open()
+    (record,) = [record for record in caplog.records if "slot stalled" in record.getMessage()]
+    assert record.fields["request_id"] == "req-7"
+    assert isinstance(client.error, EngineError)
+    assert service.tally().failed == 1
+
+
+async def test_an_operation_that_was_given_up_before_its_thread_came_back_counts_once(service_for, engine, monkeypatch):
+    monkeypatch.setattr("trioserve.service.service.CUT_GRACE", 0.005)
+    failed = []
+
+    async def unload(service):
+        try:
+            await service.management.unload("tiny")
+        except ShuttingDownError as error:
+            failed.append(error)
+
+    async with service_for(drain_timeout_ms=0) as service, trio.open_nursery() as nursery:
+        await loaded(service)
+        engine.close_gate.shut()
+        nursery.start_soon(unload, service)
+        await engine.close_gate.arrived()
+        report = await service.drain()
+        assert (report.cancelled, report.complete) == (1, False)
+        engine.close_gate.open()
+    assert len(failed) == 1
+    assert service.tally() == Tally(active=0, finished=0, failed=0, cancelled=1, rejected=0)

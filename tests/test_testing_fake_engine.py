@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
 
 from trioserve.engine.base import Failed, Finished, FinishReason, LoadOptions, SequenceRequest, SessionOptions, Token
 from trioserve.testing import FakeEngine, fake_answer
@@ -74,3 +76,34 @@ def test_a_reset_session_is_as_good_as_new(session):
     session.reset()
     number = session.add(request())
     assert text(run_dry(session)[number]) == fake_answer(b"ab", 3)
+
+
+def test_a_session_is_sound_after_a_reset_unless_told_otherwise(session, engine):
+    session.add(request())
+    assert not session.is_sound()
+    session.reset()
+    assert session.is_sound()
+    session.interrupt()
+    assert not session.is_sound()
+    session.reset()
+    engine.failing_proofs = 1
+    assert [session.is_sound(), session.is_sound()] == [False, True]
+
+
+async def test_a_deaf_session_is_not_woken_by_an_interrupt(session, engine):
+    engine.deaf = True
+    engine.step_gate.shut()
+    session.add(request())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.to_thread.run_sync, session.step, 1)
+        await engine.step_gate.arrived()
+        session.interrupt()
+        await wait_all_tasks_blocked(0.01)
+        assert len(nursery.child_tasks) == 1
+        engine.step_gate.open()
+
+
+def test_a_session_is_closed_once(session, engine):
+    session.close()
+    session.close()
+    assert engine.closed == [session.name]

@@ -172,6 +172,7 @@ class BusyReason(StrEnum):
     OVERDUE = "overdue"
     QUEUE_FULL = "queue_full"
     LOADED_MODELS = "loaded_models"
+    OUT_OF_ORDER = "out_of_order"
 
 
 class ServerBusyError(TrioserveError):

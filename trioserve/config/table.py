@@ -222,6 +222,11 @@ class Config(BaseModel):
         default=30_000,
         description="How long a client may stop reading, in milliseconds, before it counts as disconnected.",
     )
+    stall_timeout_ms: Milliseconds = Field(
+        default=120_000,
+        description="How long one call into the engine may take, in milliseconds, before its slot counts as stalled; "
+        "0 means for ever.",
+    )
     max_request_body_bytes: Annotated[int, Field(ge=1, le=MAX_INT)] = Field(
         default=33_554_432, description="Largest body of a request, in bytes; a larger one is refused with status 413."
     )

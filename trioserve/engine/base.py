@@ -340,6 +340,14 @@ class Session(Protocol):
         """Forget everything and lower the interrupt flag: as good as new."""
         ...
 
+    def is_sound(self) -> bool:
+        """Tell what has to be true after ``reset``.
+
+        No sequence is live, the interrupt flag is down, and the memory holds what the session says that it has kept of
+        earlier sequences, and nothing else.
+        """
+        ...
+
     def interrupt(self) -> None:
         """Make a running ``step`` return soon, and later ones at once, until ``reset``. Thread-safe, never waits."""
         ...

@@ -165,6 +165,7 @@ class _ServiceCollector(Collector):
 
         yield gauge("slots", "Slots, as configured.", lambda status: status.slots)
         yield gauge("slots_busy", "Slots that are leased.", lambda status: status.active_slots)
+        yield gauge("slots_stalled", "Slots that can't serve, stalled or broken.", lambda status: len(status.ailments))
         yield gauge("requests_queued", "Requests that wait for a slot.", lambda status: status.queued_requests)
         yield gauge(
             "oldest_lease_age_seconds",

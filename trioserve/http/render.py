@@ -93,6 +93,7 @@ def model(status: ModelStatus) -> dict[str, object]:
         "queued_operations": status.queued_operations,
         "max_parallel_slots": status.max_parallel_slots,
         "n_ctx": status.n_ctx,
+        "stalled_slots": len(status.ailments),
     }
 
 

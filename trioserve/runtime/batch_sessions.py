@@ -1,4 +1,4 @@
-"""Sessions for batches: made when one comes, as large as it needs, and freed after it.
+"""Sessions for batches: made when one comes, as large as it needs, and freed after it. And one in place of another.
 
 A context with room for many sequences takes that many KV caches. Kept for good in every slot they would cost several
 times the memory of all other requests together, mostly unused; made for one batch they cost it a moment.
@@ -33,6 +33,14 @@ class BatchSessions:
         self._options = options
         self._capacity = capacity
         self._has_room = has_room
+
+    def replacement(self) -> Session:
+        """Make a session like the slots' own, in a worker thread.
+
+        Raises:
+            LoadFailure: it could not be made.
+        """
+        return self._weights.open_session(self._options)
 
     def open(self, works: Sequence[Work]) -> Session | None:
         """Make a session for a batch, in a worker thread. Whoever gets it closes it.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import trio
 
-from trioserve.errors import ServerBusyError
-from trioserve.scheduling.admission import Admission, Ticket
+from trioserve.errors import BusyReason, ServerBusyError
+from trioserve.scheduling.admission import Admission, Ailment, Ticket
 from trioserve.scheduling.statistics import AdmissionStatistics
 
 
@@ -49,13 +49,15 @@ class Gate:
         Cancellation, at any moment, takes the ticket back and lets the next ones move up.
 
         Raises:
-            ServerBusyError: not granted within the ticket's wait.
+            ServerBusyError: not granted within the ticket's wait, or no slot can be granted any more.
         """
         event = self._waiting[ticket]
         try:
-            if not ticket.granted:
+            if not ticket.granted and ticket.refusal is None:
                 with trio.move_on_after(math.inf if ticket.wait is None else ticket.wait):
                     await event.wait()
+            if ticket.refusal is not None:
+                raise ServerBusyError(ticket.refusal, BusyReason.OUT_OF_ORDER)
             if not ticket.granted:
                 assert ticket.wait is not None, "only a bounded wait ends without a grant"
                 raise ServerBusyError(f"no slot came free within {ticket.wait * 1000:.0f} ms (busy_timeout_ms)")
@@ -92,6 +94,20 @@ class Gate:
     def statistics(self) -> AdmissionStatistics:
         """Return one consistent moment of queue and leases."""
         return self._admission.statistics()
+
+    def mark(self, slot: int, ailment: Ailment | None) -> None:
+        """Note what ails a slot, or that nothing does any more; those who would wait in vain hear of it."""
+        self._admission.mark(slot, ailment)
+        self._assign()
+
+    def renew(self) -> None:
+        """Note that all slots are gone, and the next ones in order."""
+        self._admission.renew()
+        self._assign()
+
+    def ailments(self) -> Mapping[int, Ailment]:
+        """Return the slots that can't serve, and why."""
+        return self._admission.ailments()
 
     def leases(self) -> Mapping[int, float]:
         """Return the leased slots, and since when each is."""

@@ -41,9 +41,11 @@ class Job:
     Arguments:
         works: the sequences, at least one, begun in this order.
         interrupt: makes the session's running step return; safe to call from the event loop at any time.
+        request_id: of the request, for the log.
     """
 
-    def __init__(self, works: Sequence[Work], interrupt: Callable[[], None]) -> None:
+    def __init__(self, works: Sequence[Work], interrupt: Callable[[], None], request_id: str | None = None) -> None:
+        self.request_id = request_id
         self.works = works
         self.times = [Times() for _ in works]
         self.origin = current_origin()

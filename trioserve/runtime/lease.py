@@ -58,17 +58,18 @@ class Lease:
         """
         return await self._model.ensure_loaded()
 
-    def start(self, pool: Pool, *works: Work) -> Job:
+    def start(self, pool: Pool, *works: Work, request_id: str | None = None) -> Job:
         """Let the slot work on a sequence, or on several as a batch.
 
         Arguments:
             pool: what ``ready`` returned.
             works: the sequences; the lease takes one job at a time.
+            request_id: of the request, for the log.
         """
         if self._released or self._at_work:
             raise RuntimeError(f"{self!r} cannot start a job")
         slot = pool.slots[self.slot]
-        self._job = Job(works, slot.interrupt)
+        self._job = Job(works, slot.interrupt, request_id)
         self._at_work = True
         slot.submit(self._job, self._on_idle)
         return self._job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
@@ -21,6 +21,8 @@ from trioserve.origin import as_origin
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.observer import LoadOutcome
 from trioserve.runtime.pool import Plan, Pool, memory_needed, serve_pool
+from trioserve.runtime.slot import Slot
+from trioserve.runtime.stall_watch import StallWatch
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.lifecycle import MODEL, ModelEvent, ModelState, advance
 
@@ -87,6 +89,7 @@ class Loader:
         cache: where weights come from.
         cores: shared by all models of the process.
         has_room: asked before a batch takes memory of its own.
+        watch: looks after the slots of its pools.
         progress: told of loads.
         on_settled: called at the end of each load with what came of it.
     """
@@ -97,6 +100,7 @@ class Loader:
         cache: WeightsCache,
         cores: Cores,
         has_room: HasRoom,
+        watch: StallWatch,
         progress: LoadProgress | None,
         on_settled: Callable[[LoadOutcome], None],
     ) -> None:
@@ -108,9 +112,11 @@ class Loader:
         self._cache = cache
         self._cores = cores
         self._has_room = has_room
+        self._watch = watch
         self._progress = progress
         self._on_settled = on_settled
         self._attempt: LoadAttempt | None = None
+        self._slots: Sequence[Slot] = ()  # also while they are on their way out
         self._retire = trio.Event()
         self._gone = trio.Event()
         self._given_up = False  # written by the event loop, read by a loading thread
@@ -118,6 +124,13 @@ class Loader:
     def give_up(self) -> None:
         """Let loads, present and future, end early."""
         self._given_up = True
+
+    def unfinished(self) -> list[str]:
+        """Say what threads are at work on, for the log. Safe in any thread."""
+        busy = [f"slot {slot.index} is {slot.pulse}" for slot in self._slots if slot.pulse.under_way is not None]
+        if busy or self.state in (ModelState.UNLOADED, ModelState.READY):
+            return busy
+        return [f"it is {self.state}"]
 
     def attempt(
         self,
@@ -213,7 +226,9 @@ class Loader:
             self.footprint = needed
             await make_room(needed)
         self._retire, self._gone = trio.Event(), trio.Event()
-        pool: Pool = await nursery.start(self._serve, Plan(config, file, self._cache, self._cores, self._has_room))
+        plan = Plan(config, file, self._cache, self._cores, self._has_room, self._watch, lambda: not self._given_up)
+        pool: Pool = await nursery.start(self._serve, plan)
+        self._slots = pool.slots
         return pool
 
     async def _serve(self, plan: Plan, *, task_status: trio.TaskStatus[Pool]) -> None:
@@ -221,9 +236,10 @@ class Loader:
             """Called in the loading thread."""
             if self._progress is not None:
                 self._progress(plan.config.id, fraction)
-            return not self._given_up
+            return plan.wanted()
 
         try:
             await serve_pool(plan, self._retire, note, task_status=task_status)
         finally:
+            self._slots = ()
             self._gone.set()

@@ -22,8 +22,9 @@ from trioserve.runtime.loader import Loader, LoadProgress, inspect
 from trioserve.runtime.observer import LoadOutcome, Observer, UnloadReason, Unobserved
 from trioserve.runtime.pool import Pool, memory_needed, same_pool, tried_out
 from trioserve.runtime.residency import Residency
+from trioserve.runtime.stall_watch import StallWatch
 from trioserve.runtime.weights_cache import WeightsCache
-from trioserve.scheduling.admission import Admission, Kind, Ticket
+from trioserve.scheduling.admission import Admission, Ailment, Kind, Ticket
 from trioserve.scheduling.lifecycle import ModelEvent, ModelState
 from trioserve.scheduling.residency import Resident
 
@@ -49,6 +50,7 @@ class ModelStatus:
         max_parallel_slots: what the loaded model can have; None while it is unloaded.
         n_ctx: tokens of context of each slot; None while it is unloaded.
         leased: the time since which each leased slot has been, in seconds on Trio's clock.
+        ailments: what ails the slots that can't serve.
     """
 
     id: str
@@ -62,11 +64,17 @@ class ModelStatus:
     max_parallel_slots: int | None
     n_ctx: int | None
     leased: Mapping[int, float]
+    ailments: Mapping[int, Ailment]
 
     @property
     def loaded(self) -> bool:
         """Whether requests are answered without a load."""
         return self.state is ModelState.READY
+
+    @property
+    def out_of_order(self) -> bool:
+        """Whether none of its slots can serve."""
+        return len(self.ailments) == self.slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +88,7 @@ class House:
         residency: makes room before loads.
         max_queued: requests that may wait for one model, where it sets no bound of its own.
         idle_unload: seconds after which an unused model is unloaded, where it sets none; 0 is never.
+        stall_timeout: seconds after which a call into the engine counts as stalled; 0 is never.
         progress: told of loads, while they go on.
         observer: told of loads and unloads, when they have happened.
     """
@@ -90,6 +99,7 @@ class House:
     residency: Residency
     max_queued: int
     idle_unload: float = 0
+    stall_timeout: float = 0
     progress: LoadProgress | None = None
     observer: Observer = field(default_factory=Unobserved)
 
@@ -110,8 +120,11 @@ class Model:
         self.created = int(time.time())
         self._house = house
         has_room = partial(house.residency.has_room_for, unknown=True)
-        self._loader = Loader(house.engine, house.cache, house.cores, has_room, house.progress, self._note_settled)
         self._gate = Gate(Admission(config.slots, self._max_queued(config)), self._note_use)
+        watch = StallWatch(config.id, house.stall_timeout, self._gate.mark)
+        self._loader = Loader(
+            house.engine, house.cache, house.cores, has_room, watch, house.progress, self._note_settled
+        )
         self._nursery: trio.Nursery | None = None
         self._running = trio.Event()
         self._last_used = trio.current_time()
@@ -297,7 +310,12 @@ class Model:
             max_parallel_slots=pool.weights.max_sessions if pool else None,
             n_ctx=pool.n_ctx if pool else None,
             leased=self._gate.leases(),
+            ailments=self._gate.ailments(),
         )
+
+    def unfinished(self) -> list[str]:
+        """Say what its threads are at work on, for the log. Safe in any thread."""
+        return [f"model {self.id}: {what}" for what in self._loader.unfinished()]
 
     def resident(self) -> Resident | None:
         """How the model takes part in the choice of what may stay loaded."""
@@ -349,7 +367,7 @@ class Model:
         else:
             self._loader.advance(ModelEvent.RECONFIGURE_STARTED)
             self._house.observer.unloaded(self.id, UnloadReason.RECONFIGURATION)
-            await self._loader.retire()
+            await self._retire()
             # The point of no return: the old pool is gone.
             self._adopt(config)
             self._house.residency.keep_place(self)
@@ -374,10 +392,15 @@ class Model:
         self._loader.advance(ModelEvent.UNLOAD_STARTED)
         self._house.observer.unloaded(self.id, reason)
         self._unloaded = trio.Event()
-        await self._loader.retire()
+        await self._retire()
         self._loader.advance(ModelEvent.UNLOAD_FINISHED)
         self._unloaded.set()
         logger.info("model %s is unloaded", self.id)
+
+    async def _retire(self) -> None:
+        """Free the pool, and forget what ailed its slots."""
+        await self._loader.retire()
+        self._gate.renew()
 
     def _max_queued(self, config: ModelConfig) -> int:
         return self._house.max_queued if config.max_queued_requests is None else config.max_queued_requests

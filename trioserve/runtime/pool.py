@@ -28,6 +28,7 @@ from trioserve.errors import InvalidModelError, ModelLoadError
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.slot import Slot
+from trioserve.runtime.stall_watch import StallWatch
 from trioserve.runtime.weights_cache import WeightsCache
 
 logger = logging.getLogger("trioserve.model")
@@ -140,14 +141,20 @@ def memory_needed(config: ModelConfig, file: ModelFile, cache: WeightsCache, slo
 
 @contextlib.asynccontextmanager
 async def open_sessions(
-    config: ModelConfig, cache: WeightsCache, progress: Progress | None
-) -> AsyncIterator[tuple[Weights, Sequence[Session], SessionOptions]]:
+    config: ModelConfig, cache: WeightsCache, progress: Progress | None, wanted: Callable[[], bool]
+) -> AsyncIterator[tuple[Weights, list[Session], SessionOptions]]:
     """Load weights and make one session per slot; undo all of it in reverse order.
 
     Clones go before the primary and the primary before the weights, also when making one of them failed.
 
+    Arguments:
+        config: of the model.
+        cache: where its weights come from.
+        progress: told of their load.
+        wanted: asked before each session whether the load shall go on.
+
     Yields:
-        The weights, the sessions, and how they were made.
+        The weights, the sessions, and how they were made. Of the list, what is in it at the end is freed.
 
     Raises:
         InvalidModelError: the model can't have that many slots, its file can't be used, or not for this task.
@@ -160,6 +167,8 @@ async def open_sessions(
         check_capacity(config, weights)
         options = session_options(config, weights.n_ctx_train)
         for index in range(config.slots):
+            if not wanted():
+                raise ModelLoadError(f"the load of {config.id} was given up")
             session = await maker.open(options, index)
             sessions.append(session)
             check_clone(session, sessions[0], index)
@@ -253,6 +262,8 @@ class Plan:
         cache: where its weights come from.
         cores: shared with all other slots of the process.
         has_room: whether so much fits into the memory beside all that is loaded; any thread.
+        watch: looks after its slots.
+        wanted: whether the load shall go on.
     """
 
     config: ModelConfig
@@ -260,6 +271,8 @@ class Plan:
     cache: WeightsCache
     cores: Cores
     has_room: Callable[[Footprint], bool]
+    watch: StallWatch
+    wanted: Callable[[], bool]
 
     def has_room_for(self, options: SessionOptions) -> bool:
         """Whether one more session, made like this, fits into the memory."""
@@ -283,15 +296,17 @@ async def serve_pool(
         task_status: started with the pool once it is whole.
     """
     config = plan.config
-    async with open_sessions(config, plan.cache, progress) as (weights, sessions, options):
+    async with open_sessions(config, plan.cache, progress, plan.wanted) as (weights, sessions, options):
         limiter = trio.CapacityLimiter(config.slots)
         batches = BatchSessions(weights, options, config.batch_capacity, plan.has_room_for)
         slots = [
-            Slot(index, session, limiter, plan.cores, config.threads, batches) for index, session in enumerate(sessions)
+            Slot(index, session, limiter, plan.cores, config.threads, batches, plan.watch)
+            for index, session in enumerate(sessions)
         ]
         pool = Pool(config, weights, options.n_ctx, slots)
         try:
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(plan.watch.run)
                 for slot in slots:
                     await nursery.start(slot.run)
                 task_status.started(pool)
@@ -299,4 +314,5 @@ async def serve_pool(
                 nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
+                sessions[:] = [slot.session for slot in slots]
                 await pool.wait_unread()

@@ -7,8 +7,9 @@ with the present time, and carries out the grants that ``assign`` returns. Rules
 - A request takes one free slot; a management operation takes the whole model, once every lease is back.
 - Whoever stands behind a waiting management operation waits too, even when slots are free: neither side starves.
 - A grant is recorded in the very step that made it possible, so no newcomer can slip in before it is carried out.
+- Where every slot is out of order nobody waits for one: newcomers and whoever queues are turned away.
 
-No step takes longer for a longer queue, wherever in it a ticket stands.
+No step takes longer for a longer queue, wherever in it a ticket stands; but for the one that turns all of it away.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from trioserve.errors import BusyReason, ServerBusyError
 from trioserve.scheduling.statistics import AdmissionStatistics
@@ -27,6 +28,13 @@ class Kind(Enum):
 
     REQUEST = "request"
     MANAGER = "manager"
+
+
+class Ailment(StrEnum):
+    """Why a slot can't serve: its thread doesn't come back, or it has no session that could be trusted."""
+
+    STALLED = "stalled"
+    BROKEN = "broken"
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +48,7 @@ class Ticket:
             not depend on it.
         slot: index of the granted slot; None while queued, and for managers.
         since: time of the grant in seconds; None while queued.
+        refusal: why it was turned away while it was queued; None where it was not.
     """
 
     kind: Kind = Kind.REQUEST
@@ -47,6 +56,7 @@ class Ticket:
     choose: Callable[[Sequence[int]], int] = min
     slot: int | None = field(default=None, init=False)
     since: float | None = field(default=None, init=False)
+    refusal: str | None = field(default=None, init=False)
 
     @property
     def granted(self) -> bool:
@@ -69,6 +79,7 @@ class Admission:
         self._queue: OrderedDict[Ticket, None] = OrderedDict()
         self._waiting_managers = 0  # how many of the queued tickets are managers', so that counting costs nothing
         self._leases: dict[int, Ticket] = {}
+        self._ailments: dict[int, Ailment] = {}
         self._exclusive: Ticket | None = None
 
     def __repr__(self) -> str:
@@ -106,17 +117,20 @@ class Admission:
         self._waiting_managers += ticket.kind is Kind.MANAGER
 
     def assign(self, now: float) -> list[Ticket]:
-        """Grant what can be granted, in order of arrival.
+        """Grant what can be granted, in order of arrival, and turn away whoever would wait in vain.
 
         Returns:
-            The tickets granted in this step; each has its ``slot`` and ``since`` set.
+            The tickets settled in this step. One that was granted has its ``since`` set, and its ``slot``; one that was
+            turned away, its ``refusal``.
         """
-        grants = []
+        settled = []
         while self._queue and self._fits(ticket := next(iter(self._queue))):
             self._leave(ticket)
             self._grant(ticket, now)
-            grants.append(ticket)
-        return grants
+            settled.append(ticket)
+        if self._out_of_order:
+            settled += self._turn_away()
+        return settled
 
     def withdraw(self, ticket: Ticket) -> None:
         """Take a ticket back, wherever it stands: queued, granted, or gone already.
@@ -144,6 +158,19 @@ class Admission:
             del self._leases[ticket.slot]
         ticket.slot = ticket.since = None
 
+    def mark(self, slot: int, ailment: Ailment | None) -> None:
+        """Note what ails a slot, or that nothing does any more. The caller runs ``assign`` next.
+
+        A stalled slot stays leased until it is released; a broken one is granted to nobody.
+        """
+        self._ailments.pop(slot, None)
+        if ailment is not None:
+            self._ailments[slot] = ailment
+
+    def renew(self) -> None:
+        """Note that all slots are gone, and the next ones in order. The caller runs ``assign`` next."""
+        self._ailments.clear()
+
     def statistics(self) -> AdmissionStatistics:
         """Return one consistent moment of queue and leases."""
         return AdmissionStatistics(
@@ -157,6 +184,10 @@ class Admission:
     def leases(self) -> dict[int, float]:
         """Return the leased slots, and the time since which each is."""
         return {slot: ticket.since for slot, ticket in sorted(self._leases.items()) if ticket.since is not None}
+
+    def ailments(self) -> dict[int, Ailment]:
+        """Return the slots that can't serve."""
+        return dict(sorted(self._ailments.items()))
 
     @property
     def idle(self) -> bool:
@@ -180,7 +211,8 @@ class Admission:
             self._leases[ticket.slot] = ticket
 
     def _free_slots(self) -> list[int]:
-        return [slot for slot in range(self._slots) if slot not in self._leases]
+        broken = {slot for slot, ailment in self._ailments.items() if ailment is Ailment.BROKEN}
+        return [slot for slot in range(self._slots) if slot not in self._leases and slot not in broken]
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether the head of the queue can be granted this instant."""
@@ -188,13 +220,47 @@ class Admission:
             return False
         if ticket.kind is Kind.MANAGER:
             return not self._leases
-        return len(self._leases) < self._slots
+        return bool(self._free_slots())
+
+    @property
+    def _out_of_order(self) -> bool:
+        """Whether no slot can be expected to come free: all of them ail, and no manager is about to replace them.
+
+        While one of them is stalled, a manager can't do that either.
+        """
+        if len(self._ailments) < self._slots:
+            return False
+        managed = self._exclusive is not None or self._waiting_managers > 0
+        return self._stalled > 0 or not managed
+
+    @property
+    def _stalled(self) -> int:
+        return sum(ailment is Ailment.STALLED for ailment in self._ailments.values())
+
+    def _turn_away(self) -> list[Ticket]:
+        """Take all requests out of the queue."""
+        refused = [ticket for ticket in self._queue if ticket.kind is Kind.REQUEST]
+        for ticket in refused:
+            self._leave(ticket)
+            ticket.refusal = self._complaint()
+        return refused
+
+    def _complaint(self) -> str:
+        broken = len(self._ailments) - self._stalled
+        return f"no slot of the model can serve: {self._stalled} are stalled and {broken} are broken"
 
     def _admissible_now(self, newcomer: Ticket) -> bool:
         return not self._queue and self._fits(newcomer)
 
     def _refuse_hopeless(self, newcomer: Ticket, now: float) -> None:
         """Raise where the newcomer's wait is known to be in vain."""
+        if newcomer.kind is Kind.REQUEST and self._out_of_order:
+            raise ServerBusyError(self._complaint(), BusyReason.OUT_OF_ORDER)
+        if newcomer.kind is Kind.MANAGER and newcomer.wait is not None and self._stalled:
+            # Without a bound a manager waits even so: the end of the process is one.
+            raise ServerBusyError(
+                f"{self._stalled} slots of the model are stalled and can't be waited for", BusyReason.OUT_OF_ORDER
+            )
         if newcomer.wait == 0:
             raise ServerBusyError(
                 "no slot is free and the request may not wait (busy_timeout_ms is 0)", BusyReason.NO_WAIT

@@ -28,6 +28,7 @@ from trioserve.runtime.registry import Registry
 from trioserve.scheduling.admission import Ticket, effective_wait
 from trioserve.scheduling.lifecycle import RequestEvent
 from trioserve.service.ledger import Ledger
+from trioserve.service.metrics import OUTCOMES
 
 logger = logging.getLogger("trioserve.management")
 
@@ -179,6 +180,8 @@ class Management:
         try:
             with record.scope:
                 yield
+                if record.phase in OUTCOMES:  # it was given up meanwhile
+                    raise ShuttingDownError("the server is shutting down and gave this operation up")
                 for event in (RequestEvent.ADMITTED, RequestEvent.STARTED, RequestEvent.FINISHED):
                     record.advance(event)
                 return

@@ -38,8 +38,11 @@ from trioserve.service.status import SlotStatus, slot_statuses
 
 logger = logging.getLogger("trioserve.service")
 
-CUT_GRACE = 2.0
+CUT_GRACE = 0.3
 """Seconds in which requests that were cut at the end of a drain may tell their clients."""
+
+HELD_UP_SECONDS = 10.0
+"""How often a closing service says what it waits for."""
 
 
 class Service:
@@ -80,8 +83,14 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether new work is taken and every model that is loaded at the start has been loaded."""
-        return self._phase is ProcessPhase.SERVING and all(model.was_ready for model in self._at_start)
+        """Whether new work is taken, and every model that is loaded at the start has been loaded and can serve."""
+        loaded = all(model.was_ready for model in self._at_start)
+        return self._phase is ProcessPhase.SERVING and loaded and not self.stalled
+
+    @property
+    def stalled(self) -> Sequence[str]:
+        """Ids of the models, of those that are loaded at the start, of which no slot can serve."""
+        return [model.id for model in self._at_start if model.status().out_of_order]
 
     def models(self) -> list[ModelStatus]:
         """Return one consistent moment of all models. Never waits."""
@@ -245,9 +254,22 @@ class Service:
         self._ledger.cut(ShuttingDownError("the server is shutting down"))
         self._ledger.abandon()
         async with trio.open_nursery() as nursery:
-            for model in self.registry:
-                nursery.start_soon(model.close)
+            nursery.start_soon(self._tell_what_holds_it_up)
+            async with trio.open_nursery() as closing:
+                for model in self.registry:
+                    closing.start_soon(model.close)
+            nursery.cancel_scope.cancel()
         self._note_drained()
+
+    def unfinished(self) -> list[str]:
+        """Say what threads are at work on, for the log. Safe in any thread."""
+        return [what for model in self.registry for what in model.unfinished()]
+
+    async def _tell_what_holds_it_up(self) -> None:
+        while True:
+            await trio.sleep(HELD_UP_SECONDS)
+            for what in self.unfinished():
+                logger.warning("the end waits for a thread: %s", what)
 
     def _note_drained(self) -> None:
         """Whoever comes first, the end of a drain or of a service that is closed without one."""
@@ -310,7 +332,7 @@ class Service:
         await trio.lowlevel.checkpoint_if_cancelled()  # the same, for the preparation; from here on its job is told
         if not prepared.sequences:
             return self._refuse_all(model, prepared, record)
-        job = lease.start(pool, *prepared.sequences.values())
+        job = lease.start(pool, *prepared.sequences.values(), request_id=request.request_id)
         record.advance(RequestEvent.STARTED)
         record.on_cut(lease.fail)
         record.timed_by(partial(known_times, job.times))
@@ -413,6 +435,7 @@ async def open_service(
         ),
         max_queued=config.max_queued_requests,
         idle_unload=config.idle_unload_ms / 1000,
+        stall_timeout=config.stall_timeout_ms / 1000,
         progress=progress,
         observer=metrics,
     )

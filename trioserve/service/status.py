@@ -16,7 +16,8 @@ class SlotStatus:
     Attributes:
         model: id of its model.
         slot: its number.
-        state: ``idle``; ``busy``; or ``clearing``, when its request has ended and its session is not clean yet.
+        state: ``idle``; ``busy``; ``clearing``, when its request has ended and its session is not clean yet;
+            ``stalled``, when its thread does not come back; or ``broken``, when it has no session and can't get one.
         request_id: of the request that has it, or None.
         phase: of that request, or None.
         age: seconds for which the slot has been leased, or None.
@@ -47,14 +48,15 @@ def slot_statuses(models: Iterable[ModelStatus], records: Iterable[Record], now:
 
 def _slot(model: ModelStatus, slot: int, holder: Record | None, now: float) -> SlotStatus:
     since = model.leased.get(slot)
+    ailment = model.ailments.get(slot)
     if since is None:
-        return SlotStatus(model.id, slot, "idle")
+        return SlotStatus(model.id, slot, ailment or "idle")
     if holder is None:
-        return SlotStatus(model.id, slot, "clearing", age=now - since)
+        return SlotStatus(model.id, slot, ailment or "clearing", age=now - since)
     return SlotStatus(
         model=model.id,
         slot=slot,
-        state="busy",
+        state=ailment or "busy",
         request_id=holder.request_id,
         phase=holder.phase.value,
         age=now - since,

@@ -66,6 +66,8 @@ class FakeEngine:
         failing_sessions: how many times that one fails.
         failing_step: number of the step, of any sequence, that fails, or None.
         raising_step: number of the step, of any sequence, that raises, or None.
+        failing_proofs: how many of the next looks at a session after a reset find it unsound.
+        deaf: whether a step that waits at the gate ignores an interrupt.
         refused: name of a file that is refused when it is inspected, or None.
         device_memory: bytes that are free on the GPU; None where there is none.
         gap: tokens with which its models fill gaps; None where they don't.
@@ -89,6 +91,8 @@ class FakeEngine:
         self.failing_sessions = 1
         self.failing_step: int | None = None
         self.raising_step: int | None = None
+        self.failing_proofs = 0
+        self.deaf = False
         self.refused: str | None = None
         self.device_memory: int | None = None
         self.gap: GapTokens | None = None
@@ -238,6 +242,7 @@ class FakeSession:
         self._engine = engine
         self._live: dict[int, _Answer | _Vector] = {}
         self._interrupted = False
+        self._closed = False
         self._steps = 0
 
     def add(self, work: Work) -> int:
@@ -254,7 +259,7 @@ class FakeSession:
     def step(self, threads: int) -> Sequence[StepEvent]:
         """Pass the gate, then give the next letter, or the vector, of each sequence."""
         self.threads.append(threads)
-        if self._interrupted or not self._engine.step_gate.wait(lambda: self._interrupted):
+        if self._interrupted or not self._engine.step_gate.wait(self._heeds_interrupt):
             return []
         self._steps += 1
         if self._steps == self._engine.raising_step:
@@ -279,15 +284,28 @@ class FakeSession:
         """Forget all sequences."""
         self.reset()
 
+    def is_sound(self) -> bool:
+        """Look, or fail as told."""
+        if self._engine.failing_proofs:
+            self._engine.failing_proofs -= 1
+            return False
+        return not self._live and not self._interrupted
+
     def interrupt(self) -> None:
         """Make a step that waits at the gate return."""
         self._interrupted = True
         self._engine.step_gate.wake()
 
     def close(self) -> None:
-        """Pass the gate and note it."""
+        """Pass the gate and note it, once."""
+        if self._closed:
+            return
+        self._closed = True
         self._engine.close_gate.wait()
         self._engine.closed.append(self.name)
+
+    def _heeds_interrupt(self) -> bool:
+        return self._interrupted and not self._engine.deaf
 
     def _fail(self, number: int, live: _Answer | _Vector) -> Failed:
         live.ended = True

@@ -65,6 +65,12 @@ class ThreadGate:
                 self._permits -= 1
             return True
 
+    @property
+    def count(self) -> int:
+        """How many threads have come so far."""
+        with self._condition:
+            return self._arrived
+
     async def arrived(self, count: int = 1) -> None:
         """Return once so many threads have come to the gate, ever."""
 

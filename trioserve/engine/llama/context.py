@@ -210,6 +210,13 @@ class Context:
         self.forget_all()
         self.lower()
 
+    def length(self, sequence: int) -> int:
+        """How many tokens of a sequence are in the memory."""
+        if not self._memory:
+            return 0
+        last: int = llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)  # -1 for none
+        return last + 1
+
     def close(self) -> None:
         """Free the context. Idempotent."""
         if self._ctx:

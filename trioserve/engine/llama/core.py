@@ -143,6 +143,12 @@ class DecodeCore:
         self._live.clear()
         self._context.reset()
 
+    def is_sound(self) -> bool:
+        """Tell whether every sequence is free and has in the memory what is known of it, and the abort flag is down."""
+        if len(self._kept) < self._max_sequences or self._context.interrupted:
+            return False
+        return all(self._context.length(number) == len(kept) for number, kept in self._kept.items())
+
     def close(self) -> None:
         """Free the context and what the live sequences hold. Idempotent."""
         self._close_samplers()

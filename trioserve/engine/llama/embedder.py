@@ -87,6 +87,12 @@ class EmbeddingSession:
         """The same: nothing is kept between steps."""
         self.reset()
 
+    def is_sound(self) -> bool:
+        """Tell whether no text is left, none has anything in the memory, and the interrupt flag is down."""
+        if len(self._free) < self.max_sequences or self._context.interrupted:
+            return False
+        return not any(self._context.length(number) for number in range(self.max_sequences))
+
     def interrupt(self) -> None:
         """Stop a running step, from any thread."""
         self._context.interrupt()

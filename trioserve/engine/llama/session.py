@@ -81,6 +81,10 @@ class LlamaSession:
         """Forget everything and lower the interrupt flag."""
         self._core.clear()
 
+    def is_sound(self) -> bool:
+        """Tell whether nothing is left of earlier work but what is kept on purpose."""
+        return self._core.is_sound()
+
     def interrupt(self) -> None:
         """Stop a running step, from any thread."""
         self._context.interrupt()

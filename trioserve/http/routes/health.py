@@ -26,4 +26,8 @@ def register(app: QuartTrio, service: Service) -> None:
     async def ready() -> Response:
         if service.ready:
             return response({"status": "ok"}, 200)
-        return response({"status": "loading" if service.phase is ProcessPhase.SERVING else service.phase.value}, 503)
+        if service.phase is not ProcessPhase.SERVING:
+            return response({"status": service.phase.value}, 503)
+        if service.stalled:
+            return response({"status": "stalled", "models": service.stalled}, 503)
+        return response({"status": "loading"}, 503)

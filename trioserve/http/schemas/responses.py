@@ -12,7 +12,7 @@ MODEL_STATES = Literal["unloaded", "loading", "ready", "reconfiguring", "unloadi
 
 
 class Answer(BaseModel):
-    """Base of all answers: just the fields that are named, every one of them."""
+    """Base of all answers: just the fields that are named, every one of them that has no default."""
 
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
@@ -419,6 +419,7 @@ class Model(ModelState):
         ge=1, description="The most slots the loaded model could have; null while it is unloaded."
     )
     n_ctx: int | None = Field(ge=1, description="Tokens of context of each slot; null while it is unloaded.")
+    stalled_slots: int = Field(ge=0, description="Slots that can't serve: stalled or broken.")
 
 
 class ModelList(Answer):
@@ -433,10 +434,11 @@ class Slot(Answer):
 
     model: str = Field(description="Id of its model.")
     slot: int = Field(ge=0, description="Its number in that model.")
-    state: Literal["idle", "busy", "clearing"] = Field(
-        description="clearing: its request has ended and its session is not clean yet."
+    state: Literal["idle", "busy", "clearing", "stalled", "broken"] = Field(
+        description="clearing: its request has ended and its session is not clean yet. stalled: its thread does not "
+        "come back. broken: it has no session."
     )
-    request_id: str | None = Field(description="Of the request that has it; null unless busy.")
+    request_id: str | None = Field(description="Of the request that has it, where there is one.")
     phase: str | None = Field(description="Of that request: loading, prefill, decode, or how it ended.")
     age_ms: float | None = Field(ge=0, description="For how long the slot has been leased; null while idle.")
     prompt_tokens: int | None = Field(ge=0, description="Of that request.")
@@ -471,7 +473,10 @@ class SomeUnloaded(Unloaded):
 class Health(Answer):
     """How the server is."""
 
-    status: Literal["ok", "loading", "draining", "stopped"]
+    status: Literal["ok", "loading", "stalled", "draining", "stopped"]
+    models: list[str] = Field(
+        default=[], description="Where it is stalled: ids of the models of which no slot can serve."
+    )
 
 
 class Document(BaseModel):

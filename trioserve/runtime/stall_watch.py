@@ -1,0 +1,110 @@
+"""Noticing that a worker thread does not come back out of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import trio
+
+from trioserve.runtime.pulse import Pulse
+from trioserve.scheduling.admission import Ailment
+
+logger = logging.getLogger("trioserve.slot")
+
+Report = Callable[[int, Ailment | None], None]
+"""Told a slot's number and what ails it; None when nothing does any more."""
+
+
+class Patient(Protocol):
+    """A slot, as its watch sees it.
+
+    Attributes:
+        index: its number.
+        pulse: of its worker thread.
+        names: model, slot and request, as fields of the log.
+    """
+
+    index: int
+    pulse: Pulse
+
+    @property
+    def names(self) -> Mapping[str, object]:
+        """See above."""
+        ...
+
+    def note_stall(self) -> None:
+        """Take note: the call under way lasts too long."""
+        ...
+
+
+class StallWatch:
+    """Watches the slots of one pool while they have something to do, and tells what ails them.
+
+    It looks when the oldest call would be due, and not at every step: calls that began since can't be due before the
+    next look.
+
+    Arguments:
+        model_id: for the log.
+        timeout: seconds that one call into the engine may last; 0 is without bound.
+        report: told of each change.
+    """
+
+    def __init__(self, model_id: str, timeout: float, report: Report) -> None:
+        self.model_id = model_id
+        self._timeout = timeout
+        self._report = report
+        self._stalled: dict[Patient, float] = {}
+        self._attended: set[Patient] = set()
+        self._wanted = trio.Event()
+
+    @contextlib.contextmanager
+    def attending(self, slot: Patient) -> Iterator[None]:
+        """Watch a slot for the length of the block. Leaving it says that the slot's thread has come back."""
+        self._attended.add(slot)
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            self._attended.remove(slot)
+            self._note_return(slot)
+
+    def note_broken(self, slot: Patient) -> None:
+        """Have a slot left alone from now on: it has no session."""
+        self._stalled.pop(slot, None)
+        self._report(slot.index, Ailment.BROKEN)
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        if not self._timeout:
+            return
+        while True:
+            if not self._attended:
+                self._wanted = trio.Event()
+                await self._wanted.wait()
+            now = trio.current_time()
+            await trio.sleep_until(min(self._look(slot, now) for slot in self._attended))
+
+    def _look(self, slot: Patient, now: float) -> float:
+        """Look at one slot and return when to look again."""
+        call = slot.pulse.under_way
+        if call is None or slot in self._stalled:
+            return now + self._timeout
+        if now < call.since + self._timeout:
+            return call.since + self._timeout
+        self._stalled[slot] = call.since
+        fields = {**slot.names, "doing": call.doing, "seconds": round(now - call.since, 1)}
+        logger.error("slot stalled: its thread does not come back", extra={"fields": fields})
+        self._report(slot.index, Ailment.STALLED)
+        slot.note_stall()
+        return now + self._timeout
+
+    def _note_return(self, slot: Patient) -> None:
+        since = self._stalled.pop(slot, None)
+        if since is None:
+            return
+        fields = {**slot.names, "seconds": round(trio.current_time() - since, 1)}
+        logger.warning("slot recovered: its thread came back", extra={"fields": fields})
+        self._report(slot.index, None)
