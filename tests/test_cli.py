@@ -229,3 +229,12 @@ def test_validate_looks_at_the_whole_header(gguf, capsys):
     assert capsys.readouterr().err == (
         f"trioserve: model 'tiny': model file '{gguf}' can't be used: it ends inside its header\n"
     )
+
+
+def test_the_program_ends_with_the_code_and_what_was_said(gguf):
+    command = [sys.executable, "-m", "trioserve", "validate", str(gguf)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.splitlines()[-1], ended.stderr) == (0, "configuration is valid", "")
+    ended = subprocess.run([*command[:-1], "none.gguf"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "none.gguf" in ended.stderr

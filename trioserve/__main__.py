@@ -1,8 +1,6 @@
 """``python -m trioserve``."""
 
-import sys
-
-from trioserve.cli import main
+from trioserve.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -21,7 +21,7 @@ from trioserve.logs import one_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 EXIT_OK = 0
 EXIT_CONFIG = 2
@@ -136,6 +136,19 @@ def _say(line: str) -> None:
 
 def _complain(message: str) -> None:
     sys.stderr.write(f"trioserve: {one_line(message)}\n")
+
+
+def run() -> NoReturn:
+    """Be the program: ``main``, and then the end without the interpreter's own.
+
+    To take all modules apart lasts a second on a busy machine, and longer than the server may take to end. What it had
+    is freed by then, and its log is written.
+    """
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

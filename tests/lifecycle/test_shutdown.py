@@ -6,12 +6,16 @@ import contextlib
 import json
 import re
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import APIError
+
+import trioserve
 
 from .client import (
     COMPLETIONS,
@@ -181,7 +185,7 @@ def raw_answer(client, body):
 
 
 def assert_cut_off(daemon, futures):
-    assert_gone(daemon, CUT_OFF, 3)
+    assert_gone(daemon, CUT_OFF, 2)
     stream, *others = [future.result(10) for future in futures]
     assert stream.status_code == 200
     *chunks, last = [json.loads(event) for event in map_events(stream.text)]
@@ -251,7 +255,7 @@ def test_client_that_does_not_read_loses_its_slot():
 def test_client_that_does_not_read_does_not_hold_up_the_end(stalled):
     with serving("--id", LONG_ID, "--drain-timeout-ms", "500") as (daemon, _), stalled(daemon):
         daemon.signal(signal.SIGTERM)
-        assert_gone(daemon, CUT_OFF, 6)
+        assert_gone(daemon, CUT_OFF, 0.5 + 1 + SLACK)
         assert report(daemon)["cancelled"] == 1
 
 
@@ -263,5 +267,147 @@ def test_second_signal_despite_a_client_that_does_not_read(stalled):
             assert list(each_event(response))[-1] == "[DONE]"
         daemon.wait_for_log("draining")
         daemon.signal(signal.SIGTERM)
-        assert_gone(daemon, CUT_OFF, 6)
+        assert_gone(daemon, CUT_OFF, 1 + SLACK)
         assert report(daemon)["finished"] == 1
+
+
+# -- threads that don't come back
+
+
+class Wedged(Daemon):
+    """The server on the fake engine, with a part of it that hangs.
+
+    Arguments:
+        part: see ``wedged_server.py``.
+        settings: by the names of their environment variables, without the prefix.
+    """
+
+    def __init__(self, part, folder, **settings):
+        path = folder / "fake.gguf"
+        path.write_bytes(b"GGUF\x03\0\0\0" + bytes(40))
+        values = {"PATH": path, "PORT": 0, "DRAIN_TIMEOUT_MS": DRAIN_MS, **settings}
+        env = {f"TRIOSERVE_{name}": str(value) for name, value in values.items()}
+        env["PYTHONPATH"] = str(Path(trioserve.__file__).parents[1])  # the package that is under test
+        super().__init__(env=env, ready=part not in ("load", "session"))
+        # -P: beside the script lies a module of the name of a package.
+        self._argv = [sys.executable, "-P", str(Path(__file__).with_name("wedged_server.py")), part]
+
+
+DRAIN_MS = 300
+BOUND = DRAIN_MS / 1000 + 1
+SLACK = 0.5  # for the machine: the signal's way to the process, and the test's own polling
+
+
+@contextlib.contextmanager
+def gone_within(daemon, seconds, code=CUT_OFF):
+    """See that the process ends in time from the end of the block, and that the log is whole."""
+    yield
+    since = time.monotonic()
+    assert daemon.finish(seconds + SLACK) == code
+    assert time.monotonic() - since < seconds + SLACK
+    assert daemon.survivors() == []
+    assert "Traceback" not in daemon.log_text()
+
+
+def held_up_by(daemon):
+    """What the last lines of the log say."""
+    return re.findall(r"the end is forced; not done yet: (.*)", daemon.log_text())
+
+
+@pytest.mark.parametrize("part", ["load", "session"])
+def test_a_load_that_hangs_does_not_hold_up_the_end(part, tmp_path):
+    with Wedged(part, tmp_path) as daemon, http(daemon.url) as client, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(raw_answer, client, exactly(3))
+        with http(daemon.url) as status:
+            wait_queued(status, 1)  # behind the load at the start, which holds the only slot
+            assert status.get("/health/ready").json() == {"status": "loading"}
+        with gone_within(daemon, BOUND):
+            daemon.signal(signal.SIGTERM)
+        assert_error(waiting.result(10), 503, "shutting_down")
+        assert held_up_by(daemon) == ["model fake: it is loading"]
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "group"])
+def test_a_step_that_hangs_does_not_hold_up_the_end(how, tmp_path):
+    with Wedged("step", tmp_path) as daemon, http(daemon.url) as client, ThreadPoolExecutor(2) as threads:
+        stream = threads.submit(raw_answer, client, exactly(9, stream=True))
+        wait_active(client, 1)
+        queued = threads.submit(raw_answer, client, exactly(9))
+        wait_queued(client, 1)
+        with gone_within(daemon, BOUND):
+            if how == "group":
+                daemon.signal_group(signal.SIGTERM)
+            else:
+                daemon.signal(signal.Signals[how])
+        *chunks, last = map_events(stream.result(10).text)
+        assert (len(chunks), json.loads(last)["error"]["type"]) == (3, "shutting_down")
+        assert_error(queued.result(10), 503, "shutting_down")
+        assert report(daemon) == {"finished": 0, "cancelled": 2, "failed": 0, "rejected": 0}
+        (what,) = held_up_by(daemon)
+        assert what.startswith("model fake: slot 0 is evaluating a step for")
+
+
+def test_a_slot_that_stalled_before_the_end_does_not_hold_it_up(tmp_path):
+    with Wedged("step", tmp_path, STALL_TIMEOUT_MS=200) as daemon, http(daemon.url) as client:
+        last = map_events(raw_answer(client, exactly(9, stream=True)).text)[-1]
+        assert "doesn't answer" in json.loads(last)["error"]["message"]
+        assert client.get("/health/ready").json() == {"status": "stalled", "models": ["fake"]}
+        with gone_within(daemon, BOUND):
+            daemon.signal(signal.SIGTERM)
+        assert report(daemon) == {"finished": 0, "cancelled": 0, "failed": 0, "rejected": 0}
+        assert len(held_up_by(daemon)) == 1
+
+
+def test_a_second_signal_bounds_the_end_anew_and_a_third_one_needs_no_time(tmp_path):
+    with Wedged("step", tmp_path, DRAIN_TIMEOUT_MS=60_000) as daemon, RawClient(daemon.port) as raw:
+        raw.post(exactly(9, stream=True))
+        raw.read_events(3)
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_for_log("draining active=1")
+        with gone_within(daemon, 1):
+            daemon.signal(signal.SIGTERM)
+        assert '"shutting_down"' in raw.read_to_end()
+    with Wedged("step", tmp_path, DRAIN_TIMEOUT_MS=60_000) as daemon, RawClient(daemon.port) as raw:
+        raw.post(exactly(9, stream=True))
+        raw.read_events(3)
+        for line in ("draining active=1", "cutting off what is left"):
+            daemon.signal(signal.SIGTERM)
+            daemon.wait_for_log(line)
+        with gone_within(daemon, 0.5):
+            daemon.signal(signal.SIGTERM)
+        assert "for the third time" in daemon.log_text()
+
+
+def test_an_idle_server_whose_sessions_cannot_be_freed_ends(tmp_path):
+    with Wedged("close", tmp_path) as daemon:
+        with gone_within(daemon, BOUND):
+            daemon.signal(signal.SIGTERM)
+        assert report(daemon) == {"finished": 0, "cancelled": 0, "failed": 0, "rejected": 0}
+        assert held_up_by(daemon) == ["model fake: it is unloading"]
+
+
+def under_way_in(client, route):
+    """Whether the operation has come to where it hangs, or soon will: the trial of a reconfiguration shows nowhere."""
+    return route.endswith("/load") or model(client)["state"] == "unloading"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "what"),
+    [
+        ("/v1/models/unload", {"id": "fake"}, "model fake: it is unloading"),
+        ("/v1/models/load", {"id": "fake", "slots": 2}, "thread "),  # the trial's session; it belongs to no pool
+    ],
+    ids=["unload", "reconfigure"],
+)
+def test_an_operation_that_hangs_does_not_hold_up_the_end(route, body, what, tmp_path):
+    with Wedged("close", tmp_path, MANAGEMENT="on") as daemon, http(daemon.url) as client:
+        with ThreadPoolExecutor(1) as threads:
+            operation = threads.submit(client.post, route, json=body)
+            with http(daemon.url) as status:
+                eventually(lambda: under_way_in(status, route))
+            with gone_within(daemon, BOUND):
+                daemon.signal(signal.SIGTERM)
+            with contextlib.suppress(httpx.RemoteProtocolError):  # nobody can answer for what isn't known yet
+                assert_error(operation.result(10), 503, "shutting_down")
+        assert report(daemon) == {"finished": 0, "cancelled": 1, "failed": 0, "rejected": 0}
+        assert held_up_by(daemon)[0].startswith(what)

@@ -30,7 +30,7 @@ from trioserve.http.socket_file import check_unused, removed_at_the_end
 
 logger = logging.getLogger("trioserve.http")
 
-CLOSING_SECONDS = 1.0
+CLOSING_SECONDS = 0.3
 """How long connections may take to close after the drain."""
 
 LAST_WORDS_SECONDS = 0.1
