@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +23,7 @@ from .client import (
     wait_active,
     wait_idle,
 )
-from .daemon import ONE_THREAD, eventually
+from .daemon import ONE_THREAD, START_SECONDS, eventually
 from .hypercorn import WORKERS, Hypercorn
 
 SETTINGS = {"TRIOSERVE_SLOTS": "4", "TRIOSERVE_N_CTX": "1024", **ONE_THREAD}
@@ -92,3 +95,49 @@ def test_nothing_has_to_be_set_up():
     with Hypercorn() as process, http(process.url) as client:
         assert ask(client, chat("Say hello.")).text
         assert client.get("/v1/models").json()["data"][0]["slots"] == 4
+
+
+# -- several workers
+
+TWO = {**SETTINGS, "TRIOSERVE_SLOTS": "1"}
+
+
+@contextlib.contextmanager
+def two_workers():
+    """Two workers, each with its own copy of the model; their process ids."""
+    with Hypercorn("-k", "trio", "-w", "2", *PATIENT, env=TWO) as process:
+        eventually(lambda: process.log_text().count(" is ready ") == 2, START_SECONDS, "two loaded workers")
+        yield process, workers(process)
+
+
+def workers(process):
+    """The processes in which the application runs: those that have loaded llama.cpp."""
+    return [pid for pid in process.survivors() if "libllama" in Path(f"/proc/{pid}/maps").read_text()]
+
+
+def test_two_workers_serve_and_end_together():
+    with two_workers() as (process, pids):
+        assert len(pids) == 2
+        with ThreadPoolExecutor(8) as threads:
+            asked = [threads.submit(ask_afresh, process.url) for _ in range(8)]
+            assert len({future.result().text for future in asked}) == 1
+        process.signal_group(signal.SIGTERM)
+        process.finish(END_SECONDS)
+        assert eventually(lambda: not process.survivors(), 2)
+        assert process.log_text().count("drained in") == 2
+        assert "Traceback" not in process.log_text()
+
+
+def ask_afresh(url):
+    """Ask on a connection of its own: which worker takes it, the system decides."""
+    with http(url) as client:
+        return ask(client, exactly(4))
+
+
+def test_a_killed_worker_takes_the_others_with_it_in_order():
+    """Hypercorn's parent ends when a worker dies; whoever started it starts it again."""
+    with two_workers() as (process, pids):
+        os.kill(pids[0], signal.SIGKILL)
+        process.finish(END_SECONDS)
+        assert eventually(lambda: not process.survivors(), 2)
+        assert process.log_text().count("drained in") == 1
