@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import BOS, Answer, answer, asking, finish, loaded, opened, tiny_model
+from tiny_models import BOS, Answer, answer, asking, finish, loaded, opened, tiny_model, tiny_windowed
 
 from trioserve.engine.base import Failed, Finished, FinishReason, SequenceRequest, Token
+from trioserve.engine.llama import context as context_module
 from trioserve.engine.llama.context import Context, Outcome
 from trioserve.engine.llama.core import DecodeCore
 
@@ -555,6 +556,28 @@ def test_bits_do_not_depend_on_what_was_kept_of_an_earlier_prompt(shaped, bits_o
         session.clear()
         answer(session, asking([*prompt[:common], *prompt_of(shaped, 50, seed=3)[1:]], 3, ignore_eos=True))
         assert bits_of(session, long_request) == alone
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole cache", "cache of a window"])
+@pytest.mark.parametrize("common", [20, 300])
+def test_a_model_with_a_window_answers_the_same_after_an_earlier_prompt(monkeypatch, common, whole):
+    parameters = context_module._parameters
+
+    def changed(options, *, offloaded):
+        params = parameters(options, offloaded=offloaded)
+        assert params.swa_full, "the estimate and the reuse count on it"
+        params.swa_full = whole
+        return params
+
+    monkeypatch.setattr(context_module, "_parameters", changed)
+    with loaded(tiny_windowed()) as windowed, opened(windowed, n_ctx=1024, n_batch=64, n_ubatch=32) as session:
+        prompt = prompt_of(windowed, 320)
+        fresh = answer(session, asking(prompt, 24, ignore_eos=True, reuse=False))
+        session.clear()
+        answer(session, asking([*prompt[:common], *prompt_of(windowed, 500, seed=3)[1:]], 3, ignore_eos=True))
+        again = answer(session, asking(prompt, 24, ignore_eos=True))
+    assert again.tokens == fresh.tokens
+    assert again.end.cached == (common if whole else 0)
 
 
 def test_bits_do_not_depend_on_a_prompt_that_was_cut_short(shaped, bits_of, long_request, alone):

@@ -99,6 +99,30 @@ def tiny_encoder(pooling=gguf.PoolingType.MEAN, add_eos=False):
 
 
 @functools.cache
+def tiny_windowed(window=32):
+    """Write a model of whose layers some look no further back than a window."""
+    tiny = Tiny(layers=4)
+    writer, path = _start("cohere2")
+    _hyperparameters(writer, tiny)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_sliding_window(window)
+    writer.add_logit_scale(1.0)
+    _tokenizer(writer, tiny)
+    rng = np.random.default_rng(tiny.seed)
+    _random_tensor(writer, rng, "token_embd.weight", (len(_vocabulary()), tiny.dim))
+    _random_tensor(writer, rng, "output_norm.weight", (tiny.dim,))
+    for layer in range(tiny.layers):
+        at = f"blk.{layer}."
+        _random_tensor(writer, rng, at + "attn_norm.weight", (tiny.dim,))
+        for part in ("q", "k", "v", "output"):
+            _random_tensor(writer, rng, at + f"attn_{part}.weight", (tiny.dim, tiny.dim))
+        for part in ("gate", "up"):
+            _random_tensor(writer, rng, at + f"ffn_{part}.weight", (tiny.ff, tiny.dim))
+        _random_tensor(writer, rng, at + "ffn_down.weight", (tiny.dim, tiny.ff))
+    return _finish(writer, path)
+
+
+@functools.cache
 def tiny_encoder_decoder():
     """Write a T5-shaped model: its decoder answers nothing without its encoder's output."""
     return _t5("t5", ("enc", "dec"))
