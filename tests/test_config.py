@@ -55,6 +55,8 @@ MODEL_DEFAULTS = {
     "n_batch": 2048,
     "n_ubatch": 512,
     "batch_capacity": 8,
+    "execution": "auto",
+    "prefill_chunk": None,
     "threads": 0,
     "gpu_layers": 0,
     "lazy": False,

@@ -59,6 +59,11 @@ class ScriptedContext:
         assert cell.output, f"{cell} was not marked for output"
         return np.eye(1, VOCAB, (cell.token + 1) % VOCAB, dtype=np.float32)[0]
 
+    def likeliest(self, outputs, which):
+        rows = [row for row, cell in enumerate(self.batches[-1]) if cell.output]
+        assert len(rows) == outputs
+        return [int(self.logits(rows[index]).argmax()) for index in which]
+
     def truncate(self, sequence, tokens):
         whole = tokens >= len(self.memory[sequence])
         kept = tokens if whole or self.truncates else 0
@@ -87,9 +92,16 @@ class ScriptedVocabulary:
         return token == END
 
 
-def core_over(context, *, n_batch=8, chunk=4, n_ctx=N_CTX):
+def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX):
     return DecodeCore(
-        context, ScriptedVocabulary(), None, n_ctx=n_ctx, n_batch=n_batch, chunk=chunk, max_sequences=MAX_SEQUENCES
+        context,
+        ScriptedVocabulary(),
+        None,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        chunk=chunk,
+        beside=beside,
+        max_sequences=MAX_SEQUENCES,
     )
 
 
@@ -116,13 +128,56 @@ def test_a_prompt_goes_in_by_chunks_and_only_its_last_token_has_output():
 def test_next_tokens_go_before_prompt_chunks():
     context = ScriptedContext()
     core = core_over(context, n_batch=6)
-    slow = core.add(asking(counted(100, 30)))
     quick = core.add(asking([40, 41]))
     core.step(1)
+    slow = core.add(asking(counted(100, 30)))
     core.step(1)
-    assert [cell.sequence for cell in context.batches[0]] == [slow] * 4 + [quick] * 2
     assert context.batches[1][0] == Cell(42, 2, quick, True)
-    assert {cell.sequence for cell in context.batches[1][1:]} == {slow}
+    assert [cell.sequence for cell in context.batches[1][1:]] == [slow] * 4
+
+
+def test_next_tokens_wait_for_a_bounded_piece_of_prompts_and_alone_those_get_more():
+    context = ScriptedContext()
+    core = core_over(context, n_batch=40, chunk=16, beside=3)
+    first = core.add(asking(counted(100, 30), max_tokens=2))
+    core.step(1)
+    assert [len(batch) for batch in context.batches] == [16]
+    core.add(asking([1]))
+    for _ in range(3):
+        core.step(1)
+    # One next token, which comes to its second, and what is left for the prompt.
+    assert [len(batch) for batch in context.batches] == [16, 4, 4, 4]
+    core.remove(first)
+
+
+def test_the_prompt_that_is_nearest_to_its_end_goes_first():
+    context = ScriptedContext()
+    core = core_over(context, n_batch=8, chunk=8)
+    core.add(asking(counted(100, 30)))
+    short = core.add(asking([40, 41]))
+    core.step(1)
+    assert [cell.sequence for cell in context.batches[0][:2]] == [short, short]
+
+
+def test_a_long_prompt_gets_on_beside_any_number_of_short_ones():
+    core = core_over(ScriptedContext(), n_batch=4)
+    long = core.add(asking(counted(1, 40), max_tokens=1))
+    for _ in range(40):
+        short = core.add(asking(counted(50, 4), max_tokens=1))
+        events = core.step(1) + core.step(1)
+        if long in [event.sequence for event in events]:
+            break
+        core.remove(short)
+    else:
+        pytest.fail("the long prompt was never answered")
+
+
+def test_a_sequence_that_is_held_takes_no_part():
+    context = ScriptedContext()
+    core = core_over(context)
+    held, going = core.add(asking([5])), core.add(asking([90]))
+    assert {event.sequence for event in core.step(1, [held])} == {going}
+    assert {event.sequence for event in core.step(1)} == {held, going}
 
 
 def test_prompts_that_do_not_fit_together_are_worked_in_the_order_of_arrival():
@@ -319,7 +374,7 @@ def test_nothing_is_kept_of_a_sequence_that_failed():
     assert ended(core, asking(counted(10, 20), 3)).cached == 0
 
 
-def test_the_sequence_that_has_most_of_a_prompt_takes_it_and_of_equals_the_one_that_has_least():
+def test_the_sequence_that_has_most_of_a_prompt_takes_it():
     core = core_over(ScriptedContext())
     numbers = [core.add(asking(counted(start, length), 1)) for start, length in [(10, 20), (50, 9), (10, 5), (99, 3)]]
     for _ in range(20):
@@ -328,7 +383,16 @@ def test_the_sequence_that_has_most_of_a_prompt_takes_it_and_of_equals_the_one_t
         core.remove(number)
     assert core.history == counted(10, 20)
     assert core.add(asking(counted(10, 8))) == numbers[0]
-    assert core.add(asking([200, 201])) == numbers[3]
+
+
+def test_a_prompt_that_has_little_in_common_with_any_takes_an_empty_sequence_or_the_one_that_was_left_first():
+    core = core_over(ScriptedContext())
+    numbers = [core.add(asking([start], 1)) for start in range(10, 10 + MAX_SEQUENCES - 1)]
+    core.step(1)
+    for number in reversed(numbers):
+        core.remove(number)
+    placed = [core.add(asking([200 + i], 1)) for i in range(MAX_SEQUENCES)]
+    assert placed == [MAX_SEQUENCES - 1, *reversed(numbers)]
 
 
 def test_reset_keeps_and_clear_forgets():

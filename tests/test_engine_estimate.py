@@ -14,7 +14,7 @@ from trioserve.engine.estimate import InspectedFile, device_share, estimate
 from trioserve.engine.gguf import Header, Tensor, read_header
 from trioserve.engine.llama import LlamaEngine
 from trioserve.engine.llama.context import _parameters
-from trioserve.runtime.pool import session_options
+from trioserve.runtime.arrangement import arrange
 
 MIB = 1 << 20
 KERNELS = 64 * MIB
@@ -96,7 +96,7 @@ def test_slots_take_contexts_and_share_the_weights(header):
 def test_an_inspected_file_knows_its_memory(header):
     file = LlamaEngine().inspect(smollm2())
     config = ModelConfig(path=smollm2(), slots=2)
-    options = session_options(config, file.n_ctx_train)
+    options = arrange(config, file).options
     assert (file.architecture, file.n_ctx_train, options.n_ctx) == ("llama", 8192, 4096)
     assert file.memory(options, 2) == Footprint(host=estimate(header, options, 2).total)
 

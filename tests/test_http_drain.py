@@ -256,7 +256,7 @@ async def test_a_reader_that_stalls_does_not_outlast_the_bounds(stream, monkeypa
         body = completion("never", stream=stream, max_tokens=tokens)
         await client.send(COMPLETIONS, body)
         if stream:
-            session = server.service.registry.find(None).pool.slots[0].session
+            session = server.service.registry.find(None).pool.slots[0].place.session
             steps = -1
             while steps != len(session.threads) or steps < 100:  # until the slot rests
                 steps = len(session.threads)

@@ -286,7 +286,7 @@ async def test_a_client_that_never_reads_holds_its_slot_no_longer_than_the_send_
         if stream:
             assert server.service.tally().cancelled == 1
             # What was computed is what fits into the buffers between slot and socket, not the whole answer.
-            steps = sum(len(slot.session.threads) for slot in slots)
+            steps = sum(len(slot.place.session.threads) for slot in slots)
             assert steps < HUGE / 5
         assert server.service.tally().finished == 5 + (not stream)
         assert (await server.call(COMPLETIONS, completion())).text == expected()
@@ -298,7 +298,7 @@ async def test_a_slow_reader_pauses_its_own_slot_and_gets_everything():
         running(models=[{"n_ctx": 1_000_000}], prepare=small_buffers) as server,
         await server.connect(SO_RCVBUF=4096) as client,
     ):
-        session = server.service.registry.find(None).pool.slots[0].session
+        session = server.service.registry.find(None).pool.slots[0].place.session
         await client.send(COMPLETIONS, completion(stream=True, max_tokens=tokens))
         await client.head()
         steps = -1
@@ -322,7 +322,7 @@ async def test_a_stream_of_http_2_whose_window_is_never_opened_frees_its_slot():
         await server.free()
         await until(lambda: server.calls == 0)
         assert server.service.tally().cancelled == 1
-        assert sum(len(slot.session.threads) for slot in slots) < HUGE / 5
+        assert sum(len(slot.place.session.threads) for slot in slots) < HUGE / 5
         assert (await server.call(COMPLETIONS, completion())).text == expected()
 
 
@@ -330,7 +330,7 @@ async def test_a_slow_reader_of_http_2_pauses_its_own_slot_and_gets_everything()
     tokens = 5000
     models = [{"n_ctx": 1_000_000}]
     async with running(models=models) as server, await H2Client.open(server.port) as client:
-        session = server.service.registry.find(None).pool.slots[0].session
+        session = server.service.registry.find(None).pool.slots[0].place.session
         number = await client.send(COMPLETIONS, completion(stream=True, max_tokens=tokens))
         steps = -1
         while steps != len(session.threads):  # until the slot rests

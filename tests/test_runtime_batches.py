@@ -207,7 +207,9 @@ class Limited:
 )
 def test_where_memory_is_short_a_session_takes_half_as_many_and_so_on(most, room, asked, made):
     weights = Limited(most)
-    batches = BatchSessions(weights, SessionOptions(), 8, lambda options: options.max_sequences <= room)
+    batches = BatchSessions(
+        weights, SessionOptions(), SessionOptions(), 8, lambda options: options.max_sequences <= room
+    )
     session = batches.open(many(20))
     assert weights.asked == asked
     assert (session and session.max_sequences) == made

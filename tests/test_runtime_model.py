@@ -10,7 +10,6 @@ from trioserve.config import ModelConfig
 from trioserve.engine.base import Finished, SequenceRequest
 from trioserve.errors import InvalidModelError, ModelLoadError, ServerBusyError
 from trioserve.runtime.model import Model
-from trioserve.runtime.pool import DEFAULT_N_CTX, session_options
 from trioserve.scheduling.lifecycle import ModelState
 from trioserve.testing import fake_answer
 
@@ -242,7 +241,7 @@ async def test_a_session_that_cannot_be_freed_keeps_nothing_else(model_for, engi
 
     async with model_for(slots=3) as model:
         await answer(model)
-        monkeypatch.setattr(model.pool.slots[failing].session, "close", refuse)
+        monkeypatch.setattr(model.pool.slots[failing].place.session, "close", refuse)
         await model.unload()
         kept = f"tiny[{failing}]"
         assert engine.closed == [name for name in ("tiny[2]", "tiny[1]", "tiny[0]", "tiny") if name != kept]
@@ -576,16 +575,3 @@ async def test_models_do_not_wait_for_each_other(house_for, make_model_file, eng
 
 
 # -- options
-
-
-def test_the_default_context_stays_within_what_the_model_was_trained_for(model_file):
-    config = ModelConfig(path=model_file)
-    assert session_options(config, 2048).n_ctx == 2048
-    assert session_options(config, 131072).n_ctx == DEFAULT_N_CTX
-    assert session_options(config, 0).n_ctx == DEFAULT_N_CTX
-    assert session_options(ModelConfig(path=model_file, n_ctx=8192), 2048).n_ctx == 8192
-
-
-@pytest.mark.parametrize(("setting", "option"), [("auto", None), ("on", True), ("off", False)])
-def test_flash_attention_is_handed_on(model_file, setting, option):
-    assert session_options(ModelConfig(path=model_file, flash_attention=setting), 4096).flash_attention is option

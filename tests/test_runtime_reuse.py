@@ -13,7 +13,7 @@ class Kept:
     """A slot, as far as the choice goes."""
 
     def __init__(self, history, kept_since=0.0):
-        self.session = self
+        self.place = self
         self.history = history
         self.kept_since = kept_since if history else 0
 

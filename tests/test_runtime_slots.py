@@ -9,12 +9,14 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.engine.base import Failed, Finished, SequenceRequest, SessionOptions, Token
+from trioserve.engine.base import Failed, Finished, LoadOptions, SequenceRequest, SessionOptions, Token
 from trioserve.errors import EngineError, ServerBusyError, ShuttingDownError, TrioserveError
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores, available_cores
 from trioserve.runtime.job import BUFFERED_EVENTS, Job
+from trioserve.runtime.private_place import PrivatePlace
 from trioserve.runtime.slot import Slot
+from trioserve.runtime.solo import Solo
 from trioserve.runtime.stall_watch import StallWatch
 from trioserve.scheduling.admission import Ailment
 from trioserve.testing import FakeSession, fake_answer
@@ -64,7 +66,7 @@ async def answer(model, request):
 
 
 def sessions(model):
-    return [slot.session for slot in model.pool.slots]
+    return [slot.place.session for slot in model.pool.slots]
 
 
 @pytest.fixture
@@ -536,16 +538,15 @@ async def test_a_batch_s_own_session_proves_nothing_about_the_slots(model_for, e
 
 
 def lone_slot(engine, model_file):
-    session = engine.load(model_file, None).open_session(SessionOptions())
+    session = engine.load(model_file, LoadOptions()).open_session(SessionOptions())
     return alone(session, Cores(1))
 
 
 def alone(session, cores):
     """A slot without a pool, whose batches have to do with its own session."""
-    batches = BatchSessions(None, SessionOptions(), 1, lambda options: False)
-    return Slot(
-        0, session, trio.CapacityLimiter(1), cores, 0, batches, StallWatch("lone", 0, lambda slot, ailment: None)
-    )
+    batches = BatchSessions(None, SessionOptions(), SessionOptions(), 1, lambda options: False)
+    place = PrivatePlace(session, Solo(trio.CapacityLimiter(1), cores, 0), batches, {"model": "lone"})
+    return Slot(0, place, StallWatch("lone", 0, lambda slot, ailment: None))
 
 
 async def test_a_slot_that_is_cancelled_finishes_its_job_first(engine, model_file):
@@ -559,7 +560,7 @@ async def test_a_slot_that_is_cancelled_finishes_its_job_first(engine, model_fil
         assert not idle.is_set()
         engine.step_gate.open()
     assert idle.is_set()
-    assert len(slot.session.threads) == 5
+    assert len(slot.place.session.threads) == 5
 
 
 async def test_a_slot_that_is_cancelled_while_its_reader_is_slow_still_tells_when_it_is_idle(
@@ -625,20 +626,20 @@ class Prompting:
 
 async def test_the_short_last_piece_of_a_prompt_is_no_proof_for_fewer_threads(monkeypatch):
     clock = {"now": 0.0}
-    monkeypatch.setattr("trioserve.runtime.slot.time.perf_counter", lambda: clock["now"])
+    monkeypatch.setattr("trioserve.runtime.solo.time.perf_counter", lambda: clock["now"])
     session = Prompting(clock)
-    slot = alone(session, Cores(2))
+    solo = Solo(trio.CapacityLimiter(1), Cores(2), 0)
     for _ in range(100):
         job = Job([sequence()], lambda: None)
         job.feed(lambda work: 0, 1)
-        slot._step(session, job)
-        slot._step(session, job)
+        solo._step(session, job)
+        solo._step(session, job)
     assert session.threads.count(2) >= 190
 
 
 async def test_an_interrupted_step_is_no_proof_for_fewer_threads(monkeypatch):
     clock = {"now": 0.0}
-    monkeypatch.setattr("trioserve.runtime.slot.time.perf_counter", lambda: clock["now"])
+    monkeypatch.setattr("trioserve.runtime.solo.time.perf_counter", lambda: clock["now"])
 
     class Decoding(Prompting):
         def step(self, threads):
@@ -647,15 +648,15 @@ async def test_an_interrupted_step_is_no_proof_for_fewer_threads(monkeypatch):
             return [Token(0, 1, "x")]
 
     session = Decoding(clock)
-    slot = alone(session, Cores(2))
+    solo = Solo(trio.CapacityLimiter(1), Cores(2), 0)
     for _ in range(20):
         job = Job([sequence()], lambda: None)
         job.feed(lambda work: 0, 1)
         job.post([Token(0, 1, "x")])
         for _ in range(3):
-            slot._step(session, job)
+            solo._step(session, job)
         job.cancel()
         session.step = lambda threads: session.threads.append(threads) or []  # returns at once
-        slot._step(session, job)
+        solo._step(session, job)
         del session.step
     assert session.threads[-20:].count(2) >= 16

@@ -137,7 +137,7 @@ async def test_a_stalled_slot_whose_session_does_not_prove_itself_gets_another_o
         engine.failing_proofs = 2
         wedged.open()
         await eventually(lambda: model.status().active_slots == 0)
-        assert (model.pool.slots[0].session.name, model.status().ailments) == ("tiny[1]", {})
+        assert (model.pool.slots[0].place.session.name, model.status().ailments) == ("tiny[1]", {})
 
 
 async def test_many_quick_steps_are_no_stall_however_long_they_take_together(model_for, wedged, mock_clock):

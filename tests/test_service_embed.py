@@ -95,7 +95,7 @@ async def test_a_slot_computes_as_many_inputs_together_as_its_capacity_in_its_ow
         await engine.step_gate.arrived(4)
         await eventually(lambda: client.vectors is not None)
         (slot,) = service.registry.find(None).pool.slots
-        assert slot.session.max_sequences == 8
+        assert slot.place.session.max_sequences == 8
         assert engine.closed == []
 
 

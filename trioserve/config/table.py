@@ -110,6 +110,17 @@ class ModelConfig(BaseModel):
         description="Most prompts or inputs of one request that a slot computes together; the others follow as these "
         "end.",
     )
+    execution: Literal["auto", "isolated", "fused"] = Field(
+        default="auto",
+        description="How slots compute: isolated, each in a context of its own, so that no answer depends on the load; "
+        "or fused, all in one context, which GPUs want. auto takes fused where layers are on a GPU.",
+    )
+    prefill_chunk: Annotated[int, Field(ge=2, le=MAX_CONTEXT_TOKENS)] | None = Field(
+        default=None,
+        description="With execution fused, most tokens of prompts that a step evaluates while other requests wait for "
+        "their next token; at most n_ubatch. Left out, it is 32 on the CPU and n_ubatch on a GPU.",
+        json_schema_extra={"default_text": "32 or n_ubatch"},
+    )
     threads: int = Field(default=0, ge=0, le=1024, description="Cores that the busy slots share; 0 means all of them.")
     gpu_layers: int = Field(
         default=0, ge=-1, le=MAX_INT, description="Layers of the model to keep on the GPU; -1 means all of them."

@@ -7,7 +7,7 @@ blocks and is called in worker threads, except ``Session.interrupt``, which may 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -83,6 +83,8 @@ class SessionOptions:
         n_batch: tokens that one step may evaluate.
         n_ubatch: tokens that the backend evaluates at once.
         max_sequences: sequences that may live side by side in the session.
+        prefill_chunk: tokens of prompts that one step evaluates beside other sequences' next tokens; 0 lets the engine
+            choose.
         kv_dtype: element type of the KV cache.
         flash_attention: None lets the engine choose what keeps answers independent of the load.
         pooling: what makes one vector of a text's many: ``mean``, ``cls`` (the first), ``last``; or ``auto``, the
@@ -94,6 +96,7 @@ class SessionOptions:
     n_batch: int = 2048
     n_ubatch: int = 512
     max_sequences: int = 1
+    prefill_chunk: int = 0
     kv_dtype: str = "f16"
     flash_attention: bool | None = None
     pooling: str = "auto"
@@ -312,11 +315,12 @@ class Session(Protocol):
         """
         ...
 
-    def step(self, threads: int) -> Sequence[StepEvent]:
+    def step(self, threads: int, held: Collection[int] = ()) -> Sequence[StepEvent]:
         """Evaluate one batch with everything the live sequences have to offer, and sample where a row is complete.
 
         Arguments:
             threads: CPU threads to use.
+            held: sequences that have to wait: they take no part in this step.
 
         Returns:
             What happened, in order. Empty while a prompt is still being evaluated, or when ``interrupt`` cut the step.
@@ -332,6 +336,10 @@ class Session(Protocol):
         """End a sequence, or let go of one that has ended; its place is free for the next one."""
         ...
 
+    def resume(self) -> None:
+        """Lower the interrupt flag and have the live sequences go on from their last good step."""
+        ...
+
     def reset(self) -> None:
         """End all sequences and lower the interrupt flag."""
         ...
@@ -340,11 +348,14 @@ class Session(Protocol):
         """Forget everything and lower the interrupt flag: as good as new."""
         ...
 
-    def is_sound(self) -> bool:
-        """Tell what has to be true after ``reset``.
+    def is_sound(self, live: int = 0) -> bool:
+        """Tell what has to be true after ``reset``, and after ``remove`` where nobody has interrupted.
 
-        No sequence is live, the interrupt flag is down, and the memory holds what the session says that it has kept of
-        earlier sequences, and nothing else.
+        The interrupt flag is down, and the memory holds what the live sequences have evaluated and what the session
+        says that it has kept of earlier ones, and nothing else.
+
+        Arguments:
+            live: how many sequences have to be live.
         """
         ...
 
@@ -371,10 +382,12 @@ class Weights(Protocol):
         gap: its tokens for filling gaps; None where it has not all of them.
         max_sessions: how many sessions may exist at once.
         longest_piece: bytes of the longest token, at least 1.
+        offloads: whether layers of it run on another device than the CPU.
     """
 
     name: str
     n_ctx_train: int
+    offloads: bool
     size: int
     chat_template: str | None
     bos_text: str
@@ -455,10 +468,12 @@ class ModelFile(Protocol):
     Attributes:
         architecture: the engine's name of the model family.
         n_ctx_train: context length the model was trained for, in tokens; 0 where it doesn't say.
+        offloads: whether there is another device than the CPU for layers that are to be offloaded.
     """
 
     architecture: str
     n_ctx_train: int
+    offloads: bool
 
     def memory(self, options: SessionOptions, slots: int, gpu_layers: int = 0) -> Footprint:
         """Estimate what so many sessions take, weights included.

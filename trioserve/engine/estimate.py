@@ -94,7 +94,7 @@ class InspectedFile:
 
     def __init__(self, header: Header, *, offloads: bool = False) -> None:
         self._header = header
-        self._offloads = offloads
+        self.offloads = offloads
         self.architecture = header.architecture
         self.n_ctx_train = header.number("context_length")
 
@@ -104,7 +104,7 @@ class InspectedFile:
         What lies on a GPU was compared with what models of 0.1 to 8 thousand million weights took on one. The context
         that CUDA makes for the process, half a gigabyte there, is not in it: asking for the free memory makes it.
         """
-        if not (self._offloads and gpu_layers):
+        if not (self.offloads and gpu_layers):
             return Footprint(host=estimate(self._header, options, slots).total)
         # With layers on a GPU llama.cpp chooses flash attention by itself, wherever the model allows it.
         flash = True if options.flash_attention is None else options.flash_attention

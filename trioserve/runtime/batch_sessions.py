@@ -23,19 +23,28 @@ class BatchSessions:
 
     Arguments:
         weights: of the pool.
-        options: of its slots' own sessions.
+        options: of its sessions.
+        private: of a session that one slot has to itself; a batch's differs in its size.
         capacity: sequences that a batch decodes together at most.
         has_room: asked before one is made.
     """
 
-    def __init__(self, weights: Weights, options: SessionOptions, capacity: int, has_room: HasRoom) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        options: SessionOptions,
+        private: SessionOptions,
+        capacity: int,
+        has_room: HasRoom,
+    ) -> None:
         self._weights = weights
         self._options = options
+        self._private = private
         self._capacity = capacity
         self._has_room = has_room
 
     def replacement(self) -> Session:
-        """Make a session like the slots' own, in a worker thread.
+        """Make a session like the pool's own, in a worker thread.
 
         Raises:
             LoadFailure: it could not be made.
@@ -50,10 +59,10 @@ class BatchSessions:
         Returns:
             The session; None where the slot's own one has to do.
         """
-        n_ctx = min(self._options.n_ctx, max(map(_tokens, works)))
+        n_ctx = min(self._private.n_ctx, max(map(_tokens, works)))
         sequences = min(self._capacity, len(works))
-        while sequences > self._options.max_sequences:
-            options = replace(self._options, n_ctx=n_ctx, max_sequences=sequences)
+        while sequences > self._private.max_sequences:
+            options = replace(self._private, n_ctx=n_ctx, max_sequences=sequences)
             reason: object = "too little memory is free"
             if self._has_room(options):
                 try:

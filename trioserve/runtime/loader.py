@@ -222,7 +222,7 @@ class Loader:
         file = await inspect(self._engine, config)
         self.footprint = Footprint()
         # Once more where the weights that it was to share have gone meanwhile, maybe to make this very room.
-        while (needed := memory_needed(config, file, self._cache, config.slots)).exceeds(self.footprint):
+        while (needed := memory_needed(config, file, self._cache)).exceeds(self.footprint):
             self.footprint = needed
             await make_room(needed)
         self._retire, self._gone = trio.Event(), trio.Event()

@@ -355,7 +355,7 @@ class Model:
     async def _try_out(self, config: ModelConfig, trial: AsyncExitStack) -> None:
         """See that a configuration can be loaded, beside the live one where the memory allows that."""
         file = await inspect(self._house.engine, config)
-        if self._house.residency.has_room_for(memory_needed(config, file, self._house.cache, slots=1)):
+        if self._house.residency.has_room_for(memory_needed(config, file, self._house.cache, sessions=1)):
             await trial.enter_async_context(tried_out(config, self._house.cache))
 
     async def _commit(self, config: ModelConfig) -> None:

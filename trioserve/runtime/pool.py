@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
@@ -18,22 +19,26 @@ from trioserve.engine.base import (
     Progress,
     Session,
     SessionOptions,
-    Task,
     UnfitOptions,
     UnusableFile,
     Weights,
 )
 from trioserve.engine.prefix import common_prefix
 from trioserve.errors import InvalidModelError, ModelLoadError
+from trioserve.runtime.arrangement import Arrangement, arrange
 from trioserve.runtime.batch_sessions import BatchSessions
+from trioserve.runtime.conductor import Conductor
 from trioserve.runtime.cores import Cores
+from trioserve.runtime.place import Place
+from trioserve.runtime.private_place import PrivatePlace
+from trioserve.runtime.shared_place import SharedPlace
 from trioserve.runtime.slot import Slot
+from trioserve.runtime.solo import Solo
 from trioserve.runtime.stall_watch import StallWatch
 from trioserve.runtime.weights_cache import WeightsCache
 
 logger = logging.getLogger("trioserve.model")
 
-DEFAULT_N_CTX = 4096
 _LEAST_SHARE = 0.1  # of a prompt; less in common, such as the beginning of a chat template, is no reason for a slot
 _OF_THE_QUEUE = {"lazy", "keep_alive_ms", "busy_timeout_ms", "max_queued_requests"}
 
@@ -86,7 +91,7 @@ class Pool:
             prompt: token ids.
             free: slots to choose from.
         """
-        common = {slot: common_prefix(prompt, self.slots[slot].session.history) for slot in free}
+        common = {slot: common_prefix(prompt, self.slots[slot].place.history) for slot in free}
         best = max(free, key=lambda slot: (common[slot], -slot))
         if common[best] > _LEAST_SHARE * len(prompt):
             return best
@@ -107,43 +112,28 @@ def same_pool(one: ModelConfig, other: ModelConfig) -> bool:
     return one.model_dump(exclude=_OF_THE_QUEUE) == other.model_dump(exclude=_OF_THE_QUEUE)
 
 
-def session_options(config: ModelConfig, n_ctx_train: int) -> SessionOptions:
-    """What of a model's configuration makes its sessions what they are.
+def memory_needed(config: ModelConfig, file: ModelFile, cache: WeightsCache, sessions: int | None = None) -> Footprint:
+    """Estimate what a load would take beside what is loaded: weights that are there already count once.
 
     Arguments:
         config: of the model.
-        n_ctx_train: context length the model was trained for; the default stays within it.
+        file: what its file says.
+        cache: where its weights may be.
+        sessions: how many of them; None is all.
     """
-    n_ctx = config.n_ctx or min(DEFAULT_N_CTX, n_ctx_train or DEFAULT_N_CTX)
-    flash = {"auto": None, "on": True, "off": False}[config.flash_attention]
-    task = Task(config.task)
-    return SessionOptions(
-        task=task,
-        n_ctx=n_ctx,
-        n_batch=config.n_batch,
-        n_ubatch=config.n_ubatch,
-        # Inputs side by side share one context, so room for many of them costs nothing; prompts need one cache each.
-        max_sequences=config.batch_capacity if task is Task.EMBED else 1,
-        kv_dtype=config.kv_dtype,
-        flash_attention=flash,
-        pooling=config.pooling,
-    )
-
-
-def memory_needed(config: ModelConfig, file: ModelFile, cache: WeightsCache, slots: int) -> Footprint:
-    """Estimate what a load would take beside what is loaded: weights that are there already count once."""
-    options = session_options(config, file.n_ctx_train)
-    whole = file.memory(options, slots, config.gpu_layers)
+    arrangement = arrange(config, file)
+    sessions = arrangement.sessions if sessions is None else sessions
+    whole = file.memory(arrangement.options, sessions, config.gpu_layers)
     if cache.has(config.path, load_options(config)):
-        return whole - file.memory(options, 0, config.gpu_layers)
+        return whole - file.memory(arrangement.options, 0, config.gpu_layers)
     return whole
 
 
 @contextlib.asynccontextmanager
 async def open_sessions(
     config: ModelConfig, cache: WeightsCache, progress: Progress | None, wanted: Callable[[], bool]
-) -> AsyncIterator[tuple[Weights, list[Session], SessionOptions]]:
-    """Load weights and make one session per slot; undo all of it in reverse order.
+) -> AsyncIterator[tuple[Weights, list[Session], Arrangement]]:
+    """Load weights and make the sessions; undo all of it in reverse order.
 
     Clones go before the primary and the primary before the weights, also when making one of them failed.
 
@@ -165,14 +155,14 @@ async def open_sessions(
     sessions: list[Session] = []
     try:
         check_capacity(config, weights)
-        options = session_options(config, weights.n_ctx_train)
-        for index in range(config.slots):
+        arrangement = arrange(config, weights)
+        for index in range(arrangement.sessions):
             if not wanted():
                 raise ModelLoadError(f"the load of {config.id} was given up")
-            session = await maker.open(options, index)
+            session = await maker.open(arrangement.options, index)
             sessions.append(session)
             check_clone(session, sessions[0], index)
-        yield weights, sessions, options
+        yield weights, sessions, arrangement
     finally:
         with trio.CancelScope(shield=True):
             for session in reversed(sessions):
@@ -217,7 +207,7 @@ async def tried_out(config: ModelConfig, cache: WeightsCache) -> AsyncIterator[N
     try:
         check_capacity(config, weights)
         with trio.CancelScope(shield=True):
-            await maker.close(await maker.open(session_options(config, weights.n_ctx_train), 0))
+            await maker.close(await maker.open(arrange(config, weights).options, 0))
         yield
     finally:
         with trio.CancelScope(shield=True):
@@ -296,17 +286,16 @@ async def serve_pool(
         task_status: started with the pool once it is whole.
     """
     config = plan.config
-    async with open_sessions(config, plan.cache, progress, plan.wanted) as (weights, sessions, options):
-        limiter = trio.CapacityLimiter(config.slots)
-        batches = BatchSessions(weights, options, config.batch_capacity, plan.has_room_for)
-        slots = [
-            Slot(index, session, limiter, plan.cores, config.threads, batches, plan.watch)
-            for index, session in enumerate(sessions)
-        ]
-        pool = Pool(config, weights, options.n_ctx, slots)
+    async with open_sessions(config, plan.cache, progress, plan.wanted) as (weights, sessions, arrangement):
+        stage = _Stage(plan, weights, sessions, arrangement)
+        slots = [Slot(index, place, plan.watch) for index, place in enumerate(stage.places)]
+        pool = Pool(config, weights, arrangement.private.n_ctx, slots)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(plan.watch.run)
+                if stage.conductor is not None:
+                    await nursery.start(stage.conductor.run, partial(plan.watch.attending_all, slots))
+                    nursery.start_soon(_report_broken, stage.conductor, slots, plan.watch)
                 for slot in slots:
                     await nursery.start(slot.run)
                 task_status.started(pool)
@@ -314,5 +303,54 @@ async def serve_pool(
                 nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
-                sessions[:] = [slot.session for slot in slots]
+                sessions[:] = stage.sessions
                 await pool.wait_unread()
+
+
+async def _report_broken(conductor: Conductor, slots: Sequence[Slot], watch: StallWatch) -> None:
+    """Tell of all slots, the idle ones too, when there is no session for them any more."""
+    await conductor.broke.wait()
+    for slot in slots:
+        watch.note_broken(slot)
+
+
+class _Stage:
+    """The places of a pool's slots, and what works in them.
+
+    Arguments:
+        plan: of the pool.
+        weights: that its sessions are over.
+        sessions: as made.
+        arrangement: of them.
+
+    Attributes:
+        places: one for each slot, in order.
+        conductor: who steps the session that they share, where they do.
+    """
+
+    def __init__(self, plan: Plan, weights: Weights, sessions: Sequence[Session], arrangement: Arrangement) -> None:
+        config = plan.config
+        self.conductor: Conductor | None = None
+        limiter = trio.CapacityLimiter(config.slots)
+        batches = BatchSessions(
+            weights, arrangement.options, arrangement.private, config.batch_capacity, plan.has_room_for
+        )
+        solos = [Solo(limiter, plan.cores, config.threads) for _ in range(config.slots)]
+        private = [] if arrangement.fused else sessions
+        self._private_places = [
+            PrivatePlace(session, solo, batches, {"model": config.id, "slot": index})
+            for index, (session, solo) in enumerate(zip(private, solos, strict=False))
+        ]
+        self.places: Sequence[Place] = self._private_places
+        if arrangement.fused:
+            label = {"model": config.id}
+            conductor = Conductor(sessions[0], limiter, plan.cores, config.threads, batches, label)
+            self.conductor = conductor
+            self.places = [SharedPlace(conductor, solo, batches) for solo in solos]
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Those that are there now, the primary first."""
+        if self.conductor is not None:
+            return [self.conductor.session]
+        return [place.session for place in self._private_places]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import trio
@@ -13,6 +14,8 @@ from trioserve.runtime.pulse import Pulse
 from trioserve.scheduling.admission import Ailment
 
 logger = logging.getLogger("trioserve.slot")
+
+_RECHECK = 1.0  # seconds between looks at a thread that is known not to come back
 
 Report = Callable[[int, Ailment | None], None]
 """Told a slot's number and what ails it; None when nothing does any more."""
@@ -28,7 +31,11 @@ class Patient(Protocol):
     """
 
     index: int
-    pulse: Pulse
+
+    @property
+    def pulse(self) -> Pulse:
+        """See above."""
+        ...
 
     @property
     def names(self) -> Mapping[str, object]:
@@ -57,19 +64,27 @@ class StallWatch:
         self._timeout = timeout
         self._report = report
         self._stalled: dict[Patient, float] = {}
-        self._attended: set[Patient] = set()
+        self._attended: Counter[Patient] = Counter()
         self._wanted = trio.Event()
 
     @contextlib.contextmanager
     def attending(self, slot: Patient) -> Iterator[None]:
         """Watch a slot for the length of the block. Leaving it says that the slot's thread has come back."""
-        self._attended.add(slot)
+        self._attended[slot] += 1
         self._wanted.set()
         try:
             yield
         finally:
-            self._attended.remove(slot)
+            self._attended -= Counter((slot,))
             self._note_return(slot)
+
+    @contextlib.contextmanager
+    def attending_all(self, slots: Sequence[Patient]) -> Iterator[None]:
+        """Watch slots that one thread works for, those too that have nothing to do: they would wait for it as well."""
+        with contextlib.ExitStack() as stack:
+            for slot in slots:
+                stack.enter_context(self.attending(slot))
+            yield
 
     def note_broken(self, slot: Patient) -> None:
         """Have a slot left alone from now on: it has no session."""
@@ -90,7 +105,11 @@ class StallWatch:
     def _look(self, slot: Patient, now: float) -> float:
         """Look at one slot and return when to look again."""
         call = slot.pulse.under_way
-        if call is None or slot in self._stalled:
+        if slot in self._stalled:
+            if call is not None and call.since <= self._stalled[slot]:
+                return now + min(self._timeout, _RECHECK)
+            self._note_return(slot)  # and at work again, maybe for another slot
+        if call is None:
             return now + self._timeout
         if now < call.since + self._timeout:
             return call.since + self._timeout
@@ -99,7 +118,7 @@ class StallWatch:
         logger.error("slot stalled: its thread does not come back", extra={"fields": fields})
         self._report(slot.index, Ailment.STALLED)
         slot.note_stall()
-        return now + self._timeout
+        return now + min(self._timeout, _RECHECK)
 
     def _note_return(self, slot: Patient) -> None:
         since = self._stalled.pop(slot, None)

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from trioserve.engine.base import (
@@ -110,7 +110,7 @@ class FakeEngine:
         """Look at nothing, in the manner of an inspection."""
         if self.refused == path.name:
             raise LoadFailure("the fake was told to refuse it")
-        return FakeFile()
+        return FakeFile(offloads=self.device_memory is not None)
 
     def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> FakeWeights:
         """Load nothing, in the manner of a load."""
@@ -121,7 +121,7 @@ class FakeEngine:
             raise LoadFailure("the fake was told to fail")
         if progress is not None and not progress(1.0):
             raise LoadFailure("the load was given up")
-        return FakeWeights(self, path.stem)
+        return FakeWeights(self, path.stem, offloads=options.gpu_layers != 0 and self.device_memory is not None)
 
 
 class FakeFile:
@@ -129,6 +129,9 @@ class FakeFile:
 
     architecture = "fake"
     n_ctx_train = 4096
+
+    def __init__(self, *, offloads: bool) -> None:
+        self.offloads = offloads
 
     def memory(self, options: SessionOptions, slots: int, gpu_layers: int = 0) -> Footprint:
         """A million bytes for the weights and as many for each slot."""
@@ -139,8 +142,9 @@ class FakeFile:
 class FakeWeights:
     """A vocabulary of bytes and one token that ends answers."""
 
-    def __init__(self, engine: FakeEngine, name: str) -> None:
+    def __init__(self, engine: FakeEngine, name: str, *, offloads: bool) -> None:
         self.engine = engine
+        self.offloads = offloads
         self.name = name
         self.n_ctx_train = 4096
         self.size = 1000
@@ -256,7 +260,7 @@ class FakeSession:
             self._live[number] = _Answer(number, work, self.n_ctx, self._engine)
         return number
 
-    def step(self, threads: int) -> Sequence[StepEvent]:
+    def step(self, threads: int, held: Collection[int] = ()) -> Sequence[StepEvent]:
         """Pass the gate, then give the next letter, or the vector, of each sequence."""
         self.threads.append(threads)
         if self._interrupted or not self._engine.step_gate.wait(self._heeds_interrupt):
@@ -266,13 +270,18 @@ class FakeSession:
             raise RuntimeError("the fake was told to raise")
         if self._steps == self._engine.failing_step:
             return [self._fail(number, live) for number, live in self._live.items() if not live.ended]
-        events = [event for live in self._live.values() if not live.ended for event in live.advance()]
+        going = [live for number, live in self._live.items() if not live.ended and number not in held]
+        events = [event for live in going for event in live.advance()]
         # No order is promised among texts, and an engine that packs them gives them in another one than it got them.
         return events[::-1] if self.traits.task is Task.EMBED else events
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
         del self._live[sequence]
+
+    def resume(self) -> None:
+        """Let steps go on."""
+        self._interrupted = False
 
     def reset(self) -> None:
         """Forget all sequences."""
@@ -284,12 +293,12 @@ class FakeSession:
         """Forget all sequences."""
         self.reset()
 
-    def is_sound(self) -> bool:
+    def is_sound(self, live: int = 0) -> bool:
         """Look, or fail as told."""
         if self._engine.failing_proofs:
             self._engine.failing_proofs -= 1
             return False
-        return not self._live and not self._interrupted
+        return len(self._live) == live and not self._interrupted
 
     def interrupt(self) -> None:
         """Make a step that waits at the gate return."""

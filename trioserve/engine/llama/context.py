@@ -168,6 +168,17 @@ class Context:
         """The logits after a row of the last batch: ``[n_vocab]``, a view that the next decode overwrites."""
         return _view(llama_cpp.llama_get_logits_ith(self._ctx, row), self._row_type, f"row {row} of the batch")
 
+    def likeliest(self, outputs: int, which: Sequence[int]) -> list[int]:
+        """The likeliest token after each of some rows of the last batch.
+
+        Arguments:
+            outputs: how many rows of it have logits.
+            which: of these, counted in their order in the batch.
+        """
+        pointer = llama_cpp.llama_get_logits(self._ctx)
+        table = _view(pointer, self._row_type * outputs, "the batch").reshape(outputs, -1)
+        return [int(table[row].argmax()) for row in which]
+
     def vector(self, sequence: int) -> npt.NDArray[np.float32]:
         """The pooled vector of a sequence of the last batch: ``[n_embd]``, a view that the next decode overwrites."""
         return _view(llama_cpp.llama_get_embeddings_seq(self._ctx, sequence), self._vector_type, f"sequence {sequence}")

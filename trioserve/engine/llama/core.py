@@ -7,16 +7,20 @@ slots sharing a context) is this class with other sequences in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Collection, Sequence
 
 from trioserve.engine.base import ConstraintError, Failed, Finished, FinishReason, SequenceRequest, StepEvent, Token
+from trioserve.engine.llama.chooser import Choice, Chooser, Row
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.context import Batch, Context, Outcome
 from trioserve.engine.llama.sampler import Sampler
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.prefix import common_prefix
 from trioserve.engine.text import TextAssembler
+
+_logger = logging.getLogger("trioserve.llama")
+_LEAST_SHARE = 0.1  # of a prompt; where less is in common, what a sequence has kept may be worth more to another prompt
 
 
 class _Live:
@@ -28,9 +32,21 @@ class _Live:
         offered: how many of those are in the present step.
         cached: tokens of the prompt that were kept from an earlier sequence.
         room: tokens that may still be sampled.
+        waited: steps in a row that had no room for any of its prompt.
     """
 
-    __slots__ = ("assembler", "cached", "ignore_eos", "known", "number", "offered", "pending", "room", "sampler")
+    __slots__ = (
+        "assembler",
+        "cached",
+        "ignore_eos",
+        "known",
+        "number",
+        "offered",
+        "pending",
+        "room",
+        "sampler",
+        "waited",
+    )
 
     def __init__(self, number: int, request: SequenceRequest, cached: int, room: int, sampler: Sampler) -> None:
         self.number = number
@@ -39,14 +55,10 @@ class _Live:
         self.pending: Sequence[int] = request.prompt[cached:]
         self.offered = 0
         self.room = room
+        self.waited = 0
         self.ignore_eos = request.ignore_eos
         self.sampler = sampler
         self.assembler = TextAssembler(request.stops)
-
-
-class _Row(NamedTuple):
-    live: _Live
-    number: int
 
 
 class DecodeCore:
@@ -58,7 +70,8 @@ class DecodeCore:
         constraints: of the model.
         n_ctx: tokens that one sequence may hold.
         n_batch: tokens that one step may evaluate.
-        chunk: tokens of one prompt that one step may evaluate.
+        chunk: tokens of prompts that one step may evaluate.
+        beside: the same for a step that other sequences' next tokens are in: so long do those have to wait for it.
         max_sequences: sequences that may live at once.
     """
 
@@ -71,6 +84,7 @@ class DecodeCore:
         n_ctx: int,
         n_batch: int,
         chunk: int,
+        beside: int,
         max_sequences: int,
     ) -> None:
         self._context = context
@@ -78,10 +92,12 @@ class DecodeCore:
         self._constraints = constraints
         self._n_ctx = n_ctx
         self._chunk = chunk
+        self._beside = min(beside, chunk)
+        self._chooser = Chooser(context)
         self._batch = Batch(max(n_batch, max_sequences))
         self._max_sequences = max_sequences
         self._live: dict[int, _Live] = {}
-        # The sequences that aren't live, and the tokens whose memory each of them still has.
+        # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
 
     def add(self, request: SequenceRequest) -> int:
@@ -130,6 +146,14 @@ class DecodeCore:
         if self._context.truncate(number, len(live.known)):
             self._kept[number] = live.known
 
+    def resume(self) -> None:
+        """Have the live sequences go on after an interrupt, each from its last good step."""
+        for live in self._live.values():
+            if not self._context.truncate(live.number, len(live.known)):
+                live.pending = [*live.known, *live.pending]
+                live.known = []
+        self._context.lower()
+
     def end_all(self) -> None:
         """End all sequences and lower the abort flag."""
         for number in list(self._live):
@@ -143,23 +167,25 @@ class DecodeCore:
         self._live.clear()
         self._context.reset()
 
-    def is_sound(self) -> bool:
-        """Tell whether every sequence is free and has in the memory what is known of it, and the abort flag is down."""
-        if len(self._kept) < self._max_sequences or self._context.interrupted:
+    def is_sound(self, live: int) -> bool:
+        """Tell whether so many sequences are live, the memory has of each what is known, and the abort flag is down."""
+        known = {**self._kept, **{number: one.known for number, one in self._live.items()}}
+        if len(self._live) != live or len(known) < self._max_sequences or self._context.interrupted:
             return False
-        return all(self._context.length(number) == len(kept) for number, kept in self._kept.items())
+        return all(self._context.length(number) == len(tokens) for number, tokens in known.items())
 
     def close(self) -> None:
         """Free the context and what the live sequences hold. Idempotent."""
+        self._chooser.close()
         self._close_samplers()
         self._live.clear()
         self._context.close()
 
-    def step(self, threads: int) -> list[StepEvent]:
+    def step(self, threads: int, held: Collection[int] = ()) -> list[StepEvent]:
         """Evaluate one batch; see ``engine.base.Session.step``."""
         if self._context.interrupted:
             return []
-        rows = self._fill()
+        lives = self._fill(held)
         if not self._batch.size:
             return []
         outcome = self._context.decode(self._batch, threads)
@@ -169,9 +195,10 @@ class DecodeCore:
         if outcome is Outcome.FAILED:
             return self._fail()
         self._note_evaluated()
+        choices = self._chooser.choose([Row(live.sampler, row) for live, row in lives], threads)
         events: list[StepEvent] = []
-        for row in rows:
-            self._advance(row, events)
+        for (live, _), choice in zip(lives, choices, strict=True):
+            self._advance(live, choice, events)
         return events
 
     def _place(self, request: SequenceRequest) -> tuple[int, int]:
@@ -186,7 +213,10 @@ class DecodeCore:
             number: min(most, common_prefix(kept, list(request.prompt[: len(kept)])))
             for number, kept in self._kept.items()
         }
-        number = max(common, key=lambda number: (common[number], -len(self._kept[number]), -number))
+        number = max(common, key=lambda number: (common[number], -len(self._kept[number])))
+        if common[number] < _LEAST_SHARE * len(request.prompt):
+            empty = (number for number, kept in self._kept.items() if not kept)
+            number = next(empty, next(iter(self._kept)))
         cached = common[number]
         if not self._context.truncate(number, cached):
             cached = 0
@@ -210,24 +240,37 @@ class DecodeCore:
         for live in self._live.values():
             live.sampler.close()
 
-    def _fill(self) -> list[_Row]:
-        """Put next tokens first and prompt chunks after them, so that nobody's prompt delays another's next token.
+    def _fill(self, held: Collection[int]) -> list[tuple[_Live, int]]:
+        """Put next tokens first and pieces of prompts after them, so that nobody's prompt delays another's next token.
+
+        The prompt that is nearest to its end goes first, and those that wait draw nearer with every step: a short one
+        does not wait for a long one, and a long one gets on beside any number of short ones.
 
         Returns:
-            The rows that are complete and get a token sampled.
+            The sequences that get a token sampled, each with its row of the batch, in rising order.
         """
         self._batch.clear()
-        rows = []
-        for live in sorted(self._live.values(), key=lambda live: len(live.pending) > 1):
-            count = _piece(len(live.pending), self._chunk, self._batch.room)
-            if not count:
-                continue
-            complete = count == len(live.pending)
-            index = self._batch.append(live.pending[:count], len(live.known), live.number, output=complete)
-            live.offered = count
-            if complete:
-                rows.append(_Row(live, index))
+        offering = [live for live in self._live.values() if live.pending and live.number not in held]
+        rows = [row for live in offering if len(live.pending) == 1 and (row := self._offer(live, 1))]
+        chunk = left = self._beside if rows else self._chunk
+        prompts = [live for live in offering if len(live.pending) > 1]
+        for live in sorted(prompts, key=lambda live: len(live.pending) - live.waited * chunk):
+            count = _piece(len(live.pending), chunk, min(left, self._batch.room))
+            live.waited = 0 if count else live.waited + 1
+            left -= count
+            if count and (row := self._offer(live, count)):
+                rows.append(row)
         return rows
+
+    def _offer(self, live: _Live, count: int) -> tuple[_Live, int] | None:
+        """Put the next tokens of a sequence into the batch. With the last of them comes a row that gets sampled."""
+        count = min(count, self._batch.room)
+        if not count:
+            return None
+        complete = count == len(live.pending)
+        row = self._batch.append(live.pending[:count], len(live.known), live.number, output=complete)
+        live.offered = count
+        return (live, row) if complete else None
 
     def _fail(self) -> list[StepEvent]:
         """End every sequence that had not ended: which of them the context could not take, it does not say."""
@@ -238,15 +281,13 @@ class DecodeCore:
         reason = "; ".join(self._context.errors[-2:]) or "llama_decode gave no reason"
         return [Failed(live.number, reason) for live in going]
 
-    def _advance(self, row: _Row, events: list[StepEvent]) -> None:
-        """Sample the next token of a sequence and say what became of it."""
-        live = row.live
-        try:
-            token, likelihood = live.sampler.choose(self._context, row.number)
-        except ConstraintError as error:
+    def _advance(self, live: _Live, choice: Choice, events: list[StepEvent]) -> None:
+        """Append the token that was chosen for a sequence, and say what became of it."""
+        if isinstance(choice, Exception):
             live.pending = ()
-            events.append(Failed(live.number, str(error), unanswerable=True))
+            events.append(_failure(live.number, choice))
             return
+        token, likelihood = choice
         if not live.ignore_eos and self._vocabulary.ends_generation(token):
             events.append(Finished(live.number, FinishReason.STOP, live.assembler.flush(), live.cached))
             return
@@ -260,6 +301,14 @@ class DecodeCore:
             events.append(Finished(live.number, FinishReason.LENGTH, live.assembler.flush(), live.cached))
         else:
             live.pending = (token,)
+
+
+def _failure(number: int, error: Exception) -> Failed:
+    """What becomes of a sequence for which no token could be chosen. The others go on."""
+    if isinstance(error, ConstraintError):
+        return Failed(number, str(error), unanswerable=True)
+    _logger.error("no token could be chosen for a sequence", exc_info=error)
+    return Failed(number, f"no token could be chosen: {error}")
 
 
 def _piece(pending: int, chunk: int, room: int) -> int:

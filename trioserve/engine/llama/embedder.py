@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,11 +53,11 @@ class EmbeddingSession:
         """Nothing is kept for later texts."""
         return ()
 
-    def step(self, threads: int) -> Sequence[StepEvent]:
+    def step(self, threads: int, held: Collection[int] = ()) -> Sequence[StepEvent]:
         """Evaluate as many of the waiting texts as fit together, the oldest in any case."""
         if self._context.interrupted:
             return []
-        numbers = self._fill()
+        numbers = self._fill(held)
         if not numbers:
             return []
         outcome = self._context.decode(self._batch, threads)
@@ -77,6 +77,10 @@ class EmbeddingSession:
         self._waiting.pop(sequence, None)
         self._free.append(sequence)
 
+    def resume(self) -> None:
+        """Lower the interrupt flag; texts that wait are still to come."""
+        self._context.reset()
+
     def reset(self) -> None:
         """Forget all texts and lower the interrupt flag."""
         self._waiting.clear()
@@ -87,9 +91,9 @@ class EmbeddingSession:
         """The same: nothing is kept between steps."""
         self.reset()
 
-    def is_sound(self) -> bool:
-        """Tell whether no text is left, none has anything in the memory, and the interrupt flag is down."""
-        if len(self._free) < self.max_sequences or self._context.interrupted:
+    def is_sound(self, live: int = 0) -> bool:
+        """Tell whether so many texts are left, none has anything in the memory, and the interrupt flag is down."""
+        if len(self._free) + live != self.max_sequences or self._context.interrupted:
             return False
         return not any(self._context.length(number) for number in range(self.max_sequences))
 
@@ -101,12 +105,12 @@ class EmbeddingSession:
         """Free the context."""
         self._context.close()
 
-    def _fill(self) -> list[int]:
+    def _fill(self, held: Collection[int]) -> list[int]:
         """Put whole texts into the batch, in order; shorter ones fill the room that a longer one can't have."""
         self._batch.clear()
         numbers: list[int] = []
         for number, work in self._waiting.items():
-            if not numbers or self._batch.size + len(work.prompt) <= self._pack:
+            if number not in held and (not numbers or self._batch.size + len(work.prompt) <= self._pack):
                 self._batch.append(work.prompt, 0, number, output=True)
                 numbers.append(number)
         return numbers

@@ -63,6 +63,11 @@ class Sampler:
         """Whether the grammar lets nothing but the end follow."""
         return self._matcher is not None and self._matcher.complete
 
+    @property
+    def plain(self) -> bool:
+        """Whether it chooses the likeliest token, whichever that is, and nothing is told about it."""
+        return self._chain is None and self._banned is None and self._matcher is None and self._logprobs is None
+
     def choose(self, context: Context, row: int) -> tuple[int, Likelihood | None]:
         """Choose the token that follows a row of the last batch, and take note of it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from trioserve.engine.base import Mode, SequenceRequest, SessionOptions, StepEvent, Task, Traits, Work
@@ -16,6 +16,10 @@ _MODES = frozenset({Mode.OFFLINE, Mode.STREAMING, Mode.BATCH})
 CPU_CHUNK = 128
 """Tokens of a prompt that one step evaluates on a CPU. A step that has begun keeps its threads, so short steps follow
 the load; larger ones were no faster (SmolLM2-135M: the same from 32 to 512)."""
+
+
+CPU_BESIDE = 32
+"""The same for a step that other sequences' next tokens are in. As fast as any, and each of them waits for it."""
 
 
 class LlamaSession:
@@ -44,13 +48,16 @@ class LlamaSession:
         self.n_ctx = options.n_ctx
         self.max_sequences = options.max_sequences
         self._context = Context(model, vocabulary.size, options, offloaded=offloaded)
+        chunk = options.n_ubatch if offloaded else max(CPU_CHUNK, options.prefill_chunk)
+        chunk = min(options.n_ubatch, options.n_batch, chunk)
         self._core = DecodeCore(
             self._context,
             vocabulary,
             constraints,
             n_ctx=options.n_ctx,
             n_batch=options.n_batch,
-            chunk=min(options.n_ubatch, options.n_batch, options.n_ubatch if offloaded else CPU_CHUNK),
+            chunk=chunk,
+            beside=options.prefill_chunk or (chunk if offloaded else CPU_BESIDE),
             max_sequences=options.max_sequences,
         )
 
@@ -60,9 +67,9 @@ class LlamaSession:
             raise ValueError(f"a session that generates takes no {type(work).__name__}")
         return self._core.add(work)
 
-    def step(self, threads: int) -> Sequence[StepEvent]:
+    def step(self, threads: int, held: Collection[int] = ()) -> Sequence[StepEvent]:
         """Evaluate one batch."""
-        return self._core.step(threads)
+        return self._core.step(threads, held)
 
     def remove(self, sequence: int) -> None:
         """End a sequence."""
@@ -73,6 +80,10 @@ class LlamaSession:
         """What the next sequence may begin with at no cost."""
         return self._core.history
 
+    def resume(self) -> None:
+        """Lower the interrupt flag; the live sequences go on."""
+        self._core.resume()
+
     def reset(self) -> None:
         """End all sequences and lower the interrupt flag."""
         self._core.end_all()
@@ -81,9 +92,9 @@ class LlamaSession:
         """Forget everything and lower the interrupt flag."""
         self._core.clear()
 
-    def is_sound(self) -> bool:
+    def is_sound(self, live: int = 0) -> bool:
         """Tell whether nothing is left of earlier work but what is kept on purpose."""
-        return self._core.is_sound()
+        return self._core.is_sound(live)
 
     def interrupt(self) -> None:
         """Stop a running step, from any thread."""

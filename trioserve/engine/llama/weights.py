@@ -73,7 +73,7 @@ class LlamaWeights:
     def __init__(self, model: Any, options: LoadOptions, positions: int | None) -> None:
         self._model = model
         self._positions = positions
-        self._offloaded = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
+        self.offloads = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
         self._vocabulary = Vocabulary(model)
         self._constraints = Constraints(self._vocabulary)
         self._family = _metadata(model, "general.architecture")
@@ -115,11 +115,9 @@ class LlamaWeights:
         if options.task is Task.EMBED:
             if options.pooling == "auto" and _pooling(self._model) in _NO_POOLING:
                 options = replace(options, pooling="mean")
-            return EmbeddingSession(
-                self._model, self._vocabulary.size, self._family, options, offloaded=self._offloaded
-            )
+            return EmbeddingSession(self._model, self._vocabulary.size, self._family, options, offloaded=self.offloads)
         return LlamaSession(
-            self._model, self._vocabulary, self._constraints, self._family, options, offloaded=self._offloaded
+            self._model, self._vocabulary, self._constraints, self._family, options, offloaded=self.offloads
         )
 
     def close(self) -> None:

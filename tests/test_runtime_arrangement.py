@@ -1,0 +1,60 @@
+"""What sessions a configuration asks for."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from trioserve.config import ModelConfig
+from trioserve.runtime.arrangement import DEFAULT_N_CTX, arrange
+
+
+def model(*, n_ctx_train=4096, offloads=False):
+    return SimpleNamespace(n_ctx_train=n_ctx_train, offloads=offloads)
+
+
+def options(n_ctx_train=4096, **settings):
+    return arrange(ModelConfig(path="m.gguf", **settings), model(n_ctx_train=n_ctx_train)).options
+
+
+def test_the_default_context_stays_within_what_the_model_was_trained_for():
+    assert options(2048).n_ctx == 2048
+    assert options(131072).n_ctx == DEFAULT_N_CTX
+    assert options(0).n_ctx == DEFAULT_N_CTX
+    assert options(2048, n_ctx=8192).n_ctx == 8192
+
+
+@pytest.mark.parametrize(("setting", "option"), [("auto", None), ("on", True), ("off", False)])
+def test_flash_attention_is_handed_on(setting, option):
+    assert options(flash_attention=setting).flash_attention is option
+
+
+@pytest.mark.parametrize(
+    ("settings", "offloads", "fused"),
+    [
+        ({}, False, False),
+        ({"gpu_layers": -1}, False, False),  # there is no GPU that they could go to
+        ({"gpu_layers": -1}, True, True),
+        ({"gpu_layers": 3}, True, True),
+        ({"gpu_layers": 0}, True, False),
+        ({"execution": "fused"}, False, True),
+        ({"execution": "isolated", "gpu_layers": -1}, True, False),
+        ({"execution": "fused", "slots": 1}, True, False),
+        ({"execution": "fused", "task": "embed"}, True, False),
+    ],
+    ids=str,
+)
+def test_slots_share_a_context_where_that_is_asked_for_or_layers_are_offloaded(settings, offloads, fused):
+    config = ModelConfig(path="m.gguf", **{"slots": 4} | settings)
+    found = arrange(config, model(offloads=offloads))
+    assert found.fused is fused
+    assert found.sessions == (1 if fused else config.slots)
+
+
+def test_a_shared_context_has_a_sequence_for_each_slot_and_a_private_one_has_one():
+    found = arrange(ModelConfig(path="m.gguf", slots=4, n_ctx=512, execution="fused", prefill_chunk=16), model())
+    assert (found.options.max_sequences, found.options.n_ctx, found.options.prefill_chunk) == (4, 512, 16)
+    assert (found.private.max_sequences, found.private.n_ctx) == (1, 512)
+
+
+def test_inputs_of_a_request_for_vectors_share_a_context():
+    assert options(task="embed", batch_capacity=5).max_sequences == 5

@@ -1,0 +1,87 @@
+"""Choosing the next tokens of all rows of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from trioserve.engine.base import Likelihood
+from trioserve.engine.llama.context import Context
+from trioserve.engine.llama.sampler import Sampler
+
+_MOST_THREADS = 8  # 16 rows of a vocabulary of 128 thousand took as long with more
+
+
+class Row(NamedTuple):
+    """A row of the last batch, and the sampler of the sequence that it belongs to."""
+
+    sampler: Sampler
+    number: int
+
+
+Choice = tuple[int, Likelihood | None] | Exception
+"""A token, and how likely it was where that was asked for; or why there is none."""
+
+
+class Chooser:
+    """Chooses tokens for rows side by side: the plain ones at one stroke, the others in threads.
+
+    What is chosen for a row depends on its own sampler alone, and not on the way that it went.
+
+    Arguments:
+        context: whose rows they are.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._pool: ThreadPoolExecutor | None = None
+
+    def choose(self, rows: Sequence[Row], threads: int) -> list[Choice]:
+        """Choose a token for each row.
+
+        Arguments:
+            rows: all rows of the last batch that have logits, in rising order.
+            threads: CPU threads to use.
+        """
+        if len(rows) == 1:
+            return [self._choose(rows[0])]
+        choices: dict[Row, Choice] = {}
+        plain = [index for index, row in enumerate(rows) if row.sampler.plain]
+        if plain:
+            tokens = self._context.likeliest(len(rows), plain)
+            choices.update((rows[index], (token, None)) for index, token in zip(plain, tokens, strict=True))
+        choices.update(self._choose_apart([row for row in rows if row not in choices], threads))
+        return [choices[row] for row in rows]
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.shutdown()
+
+    def _choose_apart(self, rows: Sequence[Row], threads: int) -> dict[Row, Choice]:
+        """Choose row by row, in threads where that is worth it: the calls into llama.cpp let go of the GIL."""
+        if not rows:
+            return {}
+        # The first look at the logits waits for the device and puts the rows in order; those that follow only read.
+        self._context.logits(rows[0].number)
+        count = min(threads, len(rows), _MOST_THREADS)
+        if count == 1:
+            return self._choose_all(rows)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_MOST_THREADS, "sampling")
+        shares = [self._pool.submit(self._choose_all, rows[start::count]) for start in range(1, count)]
+        choices = self._choose_all(rows[::count])
+        for share in shares:
+            choices.update(share.result())
+        return choices
+
+    def _choose_all(self, rows: Sequence[Row]) -> dict[Row, Choice]:
+        return {row: self._choose(row) for row in rows}
+
+    def _choose(self, row: Row) -> Choice:
+        try:
+            return row.sampler.choose(self._context, row.number)
+        except Exception as error:  # it is told to the one sequence that it ends
+            return error
