@@ -83,3 +83,55 @@ def test_answers_do_not_depend_on_the_load():
         ask(client, exactly(1), **{"x-request-id": "after-the-storm"})
         assert float(daemon.request_log("after-the-storm")["queue_ms"]) < 50
         assert idle(client)
+
+
+NEAR = 0.1  # in log probability: two tokens so near each other are as good as equally likely
+
+
+def said(client, body):
+    """The bytes of each token of a whole answer, and by how much it was likelier than the next one."""
+    response = client.post("/v1/chat/completions", json={**body, "logprobs": True, "top_logprobs": 2})
+    assert response.status_code == 200, response.text
+    tokens = response.json()["choices"][0]["logprobs"]["content"]
+    return [
+        (bytes(token["bytes"]), token["top_logprobs"][0]["logprob"] - token["top_logprobs"][1]["logprob"])
+        for token in tokens
+    ]
+
+
+def parts_without_cause(alone, text):
+    """Whether a text leaves the answer that was given alone at a token to which there was no near second."""
+    left = text.encode()
+    for piece, lead in alone:
+        if not left.startswith(piece):
+            return lead >= NEAR
+        left = left.removeprefix(piece)
+    return bool(left)
+
+
+def test_answers_from_a_shared_context_part_from_those_of_a_quiet_server_at_ties_only():
+    chance = random.Random(21)
+    bodies = [{**body, "max_tokens": 8 + index, "ignore_eos": True} for index, body in enumerate(map(chat, SHORT[:3]))]
+    bodies += [chat(f"{text} " * 12, max_tokens=16, ignore_eos=True) for text in TEXTS]
+    wanted = [
+        Order({**chance.choice(bodies), "stream": number % 2 == 0}, chance.uniform(0, 2) if number % 3 == 2 else None)
+        for number in range(REQUESTS)
+    ]
+    server = well_behaved("--slots", "4", "--n-ctx", "2048", "--execution", "fused")
+    with server as daemon, http(daemon.url) as client:
+        alone = {str(body["messages"]): said(client, body) for body in bodies}
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            answers = list(threads.map(lambda order: serve_one(daemon, order), wanted))
+        finished = [
+            (alone[str(order.body["messages"])], answer)
+            for order, answer in zip(wanted, answers, strict=True)
+            if answer is not None
+        ]
+        assert len(finished) == REQUESTS - REQUESTS // 3
+        for expected, answer in finished:
+            assert answer.finish_reason == "length"
+            assert not parts_without_cause(expected, answer.text)
+        wait_idle(client)
+        ask(client, exactly(1), **{"x-request-id": "after-the-storm"})
+        assert float(daemon.request_log("after-the-storm")["queue_ms"]) < 50
+        assert idle(client)
