@@ -48,9 +48,12 @@ def states(client):
 
 
 def memory(daemon):
-    """Bytes of the process that are in memory, the mapped weights among them."""
-    for line in Path(f"/proc/{daemon.pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+    """Bytes of the process that are in memory, the mapped weights among them.
+
+    The number in ``status`` lags behind by as much as some hundred kilobytes for each core.
+    """
+    for line in Path(f"/proc/{daemon.pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("the system does not tell")
 
@@ -177,9 +180,7 @@ def test_memory_comes_back(managed, client):
         return memory(managed)
 
     _, second, *later = [cycle() for _ in range(CYCLES)]
-    # Of what the process takes with the model in it: Python's own allocator has two or three megabytes more or less at
-    # any one moment, as it happens. What leaks adds up over twenty loads.
-    assert max(later) <= second + 0.02 * loaded[1]
+    assert max(later) <= second * 1.02
     assert loaded[-1] <= loaded[1] * 1.02
     assert loaded[1] > second + 50 * MIB, "a loaded model is larger: the measure measures something"
 

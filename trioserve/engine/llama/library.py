@@ -23,8 +23,9 @@ import llama_cpp
 _logger = logging.getLogger("trioserve.llama")
 _capture = threading.local()
 _GPUS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU of ggml-backend.h
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGE_BUFFER = 1 << 20  # bytes
+_SMALL_END = 1 << 17  # bytes; glibc's own default
 _LEVEL_ERROR = 4  # of ggml.h; the list in a comment of llama_cpp._logger is an older one
 
 
@@ -39,26 +40,41 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
     _logger.debug("%s", line)
 
 
+def _libc_function(name: str) -> Any:
+    """A function of glibc's allocator, or one that does nothing where there is no such allocator."""
+    return getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, name, lambda *_: None)
+
+
 def _return_large_buffers() -> None:
     """Make glibc give large buffers back to the system the moment they are freed.
 
-    Left alone, it raises its bound for that with the first cache that is freed. From then on caches come from the heaps
-    of the threads that ask for them, and each of those keeps tens of megabytes.
+    Left alone, it raises its bound for that to the size of any such buffer that is freed, and the bound for what may
+    stay free at the end of a heap to twice as much. Once a cache was freed, others come from the heaps of the threads
+    that ask for them, and each of those keeps tens of megabytes. Setting the first bound leaves the second one where it
+    is by then, at megabytes: so both are set.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BUFFER)
+    set_bound = _libc_function("mallopt")
+    set_bound(_M_MMAP_THRESHOLD, _LARGE_BUFFER)
+    set_bound(_M_TRIM_THRESHOLD, _LARGE_BUFFER)
 
 
-def return_free_pages() -> None:
-    """Give what is free on the heaps of all threads back to the system. Takes some milliseconds.
+@contextlib.contextmanager
+def returned_pages() -> Iterator[None]:
+    """Free within the block, and what is free on the heaps of all threads is the system's. Takes some milliseconds.
 
     A vocabulary is many small blocks; what stays between them keeps the heap of the thread that loaded it from
-    shrinking.
+    shrinking, so ``malloc_trim`` gives back the free pages inside of heaps. It leaves the free end of each heap but the
+    main one: that shrinks only in a ``free`` that makes it larger than a bound. This bound is low for the length of the
+    block, and no longer: arrays of the size of a vocabulary, which logprobs make for each token, would lose their pages
+    each time and get them anew.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
+    set_bound = _libc_function("mallopt")
+    set_bound(_M_TRIM_THRESHOLD, _SMALL_END)
+    try:
+        yield
+    finally:
+        set_bound(_M_TRIM_THRESHOLD, _LARGE_BUFFER)
+        _libc_function("malloc_trim")(ctypes.c_size_t(0))
 
 
 @functools.cache

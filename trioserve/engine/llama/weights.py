@@ -26,7 +26,7 @@ from trioserve.engine.estimate import InspectedFile
 from trioserve.engine.gguf import HeaderError, read_header
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.embedder import EmbeddingSession
-from trioserve.engine.llama.library import captured_errors, free_device_memory, return_free_pages, start_backend
+from trioserve.engine.llama.library import captured_errors, free_device_memory, returned_pages, start_backend
 from trioserve.engine.llama.session import LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.model_file import inspect_model
@@ -124,8 +124,8 @@ class LlamaWeights:
         """Free the model. Idempotent."""
         if self._model is not None:
             model, self._model = self._model, None
-            llama_cpp.llama_model_free(model)
-            return_free_pages()
+            with returned_pages():
+                llama_cpp.llama_model_free(model)
 
 
 class LlamaEngine:
