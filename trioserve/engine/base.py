@@ -74,6 +74,19 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter, and how strongly it works.
+
+    Attributes:
+        path: of its GGUF file.
+        scale: by which its part in the model's numbers is multiplied; with 0 it has none.
+    """
+
+    path: Path
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class SessionOptions:
     """How a session is made.
 
@@ -89,6 +102,7 @@ class SessionOptions:
         flash_attention: None lets the engine choose what keeps answers independent of the load.
         pooling: what makes one vector of a text's many: ``mean``, ``cls`` (the first), ``last``; or ``auto``, the
             model's own way, and the mean where it has none.
+        adapters: what the session adds to the weights, which stay as they are for all others; each file once.
     """
 
     task: Task = Task.GENERATE
@@ -100,6 +114,7 @@ class SessionOptions:
     kv_dtype: str = "f16"
     flash_attention: bool | None = None
     pooling: str = "auto"
+    adapters: tuple[Adapter, ...] = ()
 
 
 class ConstraintKind(StrEnum):
@@ -476,10 +491,10 @@ class ModelFile(Protocol):
     offloads: bool
 
     def memory(self, options: SessionOptions, slots: int, gpu_layers: int = 0) -> Footprint:
-        """Estimate what so many sessions take, weights included.
+        """Estimate what so many sessions take, weights and adapters included.
 
         Arguments:
-            options: of each session.
+            options: of each session; their adapters are some that the file was inspected with.
             slots: how many sessions.
             gpu_layers: layers to offload; -1 is all.
         """
@@ -493,11 +508,12 @@ class Engine(Protocol):
         """Bytes that are free on the GPUs together; None where there is none, or that can't be told."""
         ...
 
-    def inspect(self, path: Path) -> ModelFile:
-        """Read a file's header; nothing is loaded.
+    def inspect(self, path: Path, adapters: Sequence[Path] = ()) -> ModelFile:
+        """Read a file's header, and those of LoRA adapters for it; nothing is loaded.
 
         Raises:
             UnusableFile: the file is no GGUF, damaged, truncated, or would end the process.
+            UnfitOptions: the same of an adapter, or it is for another model; the option is ``lora``.
         """
         ...
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from trioserve.engine.base import Footprint, SessionOptions, Task
 from trioserve.engine.gguf import Header
@@ -90,10 +92,14 @@ class InspectedFile:
     Arguments:
         header: of the file.
         offloads: whether there is a GPU that layers can go to.
+        adapters: headers of the files that sessions may use as adapters.
     """
 
-    def __init__(self, header: Header, *, offloads: bool = False) -> None:
+    def __init__(
+        self, header: Header, *, offloads: bool = False, adapters: Mapping[Path, Header] | None = None
+    ) -> None:
         self._header = header
+        self._adapters = adapters or {}
         self.offloads = offloads
         self.architecture = header.architecture
         self.n_ctx_train = header.number("context_length")
@@ -103,8 +109,26 @@ class InspectedFile:
 
         What lies on a GPU was compared with what models of 0.1 to 8 thousand million weights took on one. The context
         that CUDA makes for the process, half a gigabyte there, is not in it: asking for the free memory makes it.
+
+        Adapters lie beside the weights that they are for, once for all sessions. They did not change the size of a
+        compute buffer, up to a rank of 500.
         """
-        if not (self.offloads and gpu_layers):
+        offloaded = gpu_layers if self.offloads else 0
+        return self._without_adapters(options, slots, offloaded) + self._adapters_only(options, offloaded)
+
+    def _adapters_only(self, options: SessionOptions, gpu_layers: int) -> Footprint:
+        layers, first = self._header.number("block_count"), _first_offloaded(self._header, gpu_layers)
+        host = device = 0
+        for adapter in options.adapters:
+            for tensor in self._adapters[adapter.path].tensors:
+                if _layer(tensor.name, layers) >= first:
+                    device += tensor.nbytes
+                else:
+                    host += tensor.nbytes
+        return Footprint(host=host, device=device)
+
+    def _without_adapters(self, options: SessionOptions, slots: int, gpu_layers: int) -> Footprint:
+        if not gpu_layers:
             return Footprint(host=estimate(self._header, options, slots).total)
         # With layers on a GPU llama.cpp chooses flash attention by itself, wherever the model allows it.
         flash = True if options.flash_attention is None else options.flash_attention

@@ -31,7 +31,7 @@ MAX_NESTING = 4
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _INTEGERS = (0, 1, 2, 3, 4, 5, 10, 11)
-_UINT16, _INT32, _STRING, _ARRAY = 2, 5, 8, 9
+_UINT16, _INT32, _FLOAT32, _STRING, _ARRAY = 2, 5, 6, 8, 9
 _BYTE_TOKEN = 6  # of the kinds of tokens
 _WINDOW = 1 << 18  # bytes that are read at once of an array of texts
 _LENGTH = struct.Struct("<Q")
@@ -198,6 +198,8 @@ class _Reader:
     def _value(self, key: str, kind: int) -> Value:
         if key == "split.no" and kind != _UINT16:
             raise HeaderError("its split.no is not an unsigned number of 16 bits")
+        if key == "adapter.lora.alpha" and kind != _FLOAT32:
+            raise HeaderError("its adapter.lora.alpha is not a number of 32 bits with a fraction")
         if kind == _STRING:
             return self._text().partition("\0")[0]  # what follows, llama.cpp doesn't see
         if kind == _ARRAY:

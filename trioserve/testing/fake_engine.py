@@ -30,6 +30,7 @@ from trioserve.engine.base import (
     Task,
     Token,
     Traits,
+    UnfitOptions,
     Work,
 )
 from trioserve.engine.text import TextAssembler
@@ -106,10 +107,12 @@ class FakeEngine:
         """Free memory of a GPU, as the test says."""
         return self.device_memory
 
-    def inspect(self, path: Path) -> FakeFile:
+    def inspect(self, path: Path, adapters: Sequence[Path] = ()) -> FakeFile:
         """Look at nothing, in the manner of an inspection."""
         if self.refused == path.name:
             raise LoadFailure("the fake was told to refuse it")
+        if self.refused in {adapter.name for adapter in adapters}:
+            raise UnfitOptions("the fake was told to refuse an adapter", "lora")
         return FakeFile(offloads=self.device_memory is not None)
 
     def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> FakeWeights:

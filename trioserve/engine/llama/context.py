@@ -11,7 +11,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.engine.base import LoadFailure, SessionOptions, Task, UnfitOptions
+from trioserve.engine.base import Adapter, LoadFailure, SessionOptions, Task, UnfitOptions
+from trioserve.engine.llama.adapters import Adapters
 from trioserve.engine.llama.library import captured_errors, flag_reader
 
 _KV_TYPES = {
@@ -110,18 +111,23 @@ class Context:
     Arguments:
         model: a ``llama_model`` pointer that outlives this object.
         n_vocab: size of its vocabulary.
-        options: sizes and types.
+        options: sizes and types, and which adapters it uses.
+        adapters: of that model.
         offloaded: whether layers run on another device than the CPU.
 
     Raises:
-        UnfitOptions: the model can't continue a text.
+        UnfitOptions: the model can't continue a text, or an adapter can't be used.
         LoadFailure: llama.cpp could not allocate it.
     """
 
-    def __init__(self, model: Any, n_vocab: int, options: SessionOptions, *, offloaded: bool) -> None:
+    def __init__(
+        self, model: Any, n_vocab: int, options: SessionOptions, adapters: Adapters, *, offloaded: bool
+    ) -> None:
+        self._adapters = adapters
+        self._adapters_held: Sequence[Adapter] = ()
         self._flag = ctypes.create_string_buffer(b"\x00\x00", 2)
         self._read_flag = flag_reader()
-        with captured_errors() as errors:
+        with adapters.lock, captured_errors() as errors:
             self._ctx = llama_cpp.llama_init_from_model(model, _parameters(options, offloaded=offloaded))
         if not self._ctx:
             raise LoadFailure("; ".join(errors[-2:]) or "the context could not be allocated")
@@ -138,6 +144,12 @@ class Context:
         self.errors: list[str] = []
         self._row_type = ctypes.c_float * n_vocab
         self._vector_type = ctypes.c_float * llama_cpp.llama_model_n_embd_out(model)
+        try:
+            adapters.apply(self._ctx, options.adapters, self._plan)
+            self._adapters_held = options.adapters
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pointer(self) -> Any:
@@ -233,6 +245,18 @@ class Context:
         if self._ctx:
             ctx, self._ctx = self._ctx, None
             llama_cpp.llama_free(ctx)
+            self._adapters.let_go(self._adapters_held)
+
+    def _plan(self) -> None:
+        """Have llama.cpp plan its graphs, as it otherwise does before it computes the next token.
+
+        With the abort flag up it comes to that and, on a CPU, no further.
+        """
+        batch = Batch(1)
+        batch.append([0], 0, 0, output=True)
+        self.interrupt()
+        self._evaluate(self._ctx, batch.struct)
+        self.reset()
 
 
 def _parameters(options: SessionOptions, *, offloaded: bool) -> Any:

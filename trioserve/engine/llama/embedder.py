@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.engine.base import Embedded, EmbeddingInput, Failed, Mode, SessionOptions, StepEvent, Task, Traits, Work
+from trioserve.engine.llama.adapters import Adapters
 from trioserve.engine.llama.context import Batch, Context, Outcome
 
 _MODES = frozenset({Mode.OFFLINE, Mode.BATCH})
@@ -23,14 +24,24 @@ class EmbeddingSession:
         n_vocab: size of its vocabulary.
         family: of that model.
         options: sizes and types. A step takes texts of ``n_batch`` tokens together, or a longer one alone.
+        adapters: of that model.
         offloaded: whether layers run on another device than the CPU.
     """
 
-    def __init__(self, model: Any, n_vocab: int, family: str, options: SessionOptions, *, offloaded: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        n_vocab: int,
+        family: str,
+        options: SessionOptions,
+        adapters: Adapters,
+        *,
+        offloaded: bool,
+    ) -> None:
         self.traits = Traits(family, Task.EMBED, _MODES)
         self.n_ctx = options.n_ctx
         self.max_sequences = options.max_sequences
-        self._context = Context(model, n_vocab, options, offloaded=offloaded)
+        self._context = Context(model, n_vocab, options, adapters, offloaded=offloaded)
         self._pack = min(options.n_batch, options.n_ctx)
         self._batch = Batch(options.n_ctx)
         self._waiting: dict[int, EmbeddingInput] = {}

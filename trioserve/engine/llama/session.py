@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from trioserve.engine.base import Mode, SequenceRequest, SessionOptions, StepEvent, Task, Traits, Work
+from trioserve.engine.llama.adapters import Adapters
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.core import DecodeCore
@@ -31,6 +32,7 @@ class LlamaSession:
         constraints: of that model.
         family: of that model.
         options: sizes and types.
+        adapters: of that model.
         offloaded: whether layers run on another device than the CPU.
     """
 
@@ -41,13 +43,14 @@ class LlamaSession:
         constraints: Constraints,
         family: str,
         options: SessionOptions,
+        adapters: Adapters,
         *,
         offloaded: bool,
     ) -> None:
         self.traits = Traits(family, Task.GENERATE, _MODES)
         self.n_ctx = options.n_ctx
         self.max_sequences = options.max_sequences
-        self._context = Context(model, vocabulary.size, options, offloaded=offloaded)
+        self._context = Context(model, vocabulary.size, options, adapters, offloaded=offloaded)
         chunk = options.n_ubatch if offloaded else max(CPU_CHUNK, options.prefill_chunk)
         chunk = min(options.n_ubatch, options.n_batch, chunk)
         self._core = DecodeCore(

@@ -24,11 +24,13 @@ from trioserve.engine.base import (
 )
 from trioserve.engine.estimate import InspectedFile
 from trioserve.engine.gguf import HeaderError, read_header
+from trioserve.engine.llama.adapters import Adapters
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.embedder import EmbeddingSession
 from trioserve.engine.llama.library import captured_errors, free_device_memory, returned_pages, start_backend
 from trioserve.engine.llama.session import LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
+from trioserve.engine.lora_file import inspect_adapters
 from trioserve.engine.model_file import inspect_model
 
 _NO_VOCABULARY, _WORDPIECE = 0, 3  # LLAMA_VOCAB_TYPE_NONE, LLAMA_VOCAB_TYPE_WPM
@@ -66,12 +68,14 @@ class LlamaWeights:
 
     Arguments:
         model: the pointer, owned by this object from now on.
+        path: of its file.
         options: how it was loaded.
         positions: the most tokens of context that it can have, where that has a limit.
     """
 
-    def __init__(self, model: Any, options: LoadOptions, positions: int | None) -> None:
+    def __init__(self, model: Any, path: Path, options: LoadOptions, positions: int | None) -> None:
         self._model = model
+        self._adapters = Adapters(model, path)
         self._positions = positions
         self.offloads = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
         self._vocabulary = Vocabulary(model)
@@ -115,9 +119,17 @@ class LlamaWeights:
         if options.task is Task.EMBED:
             if options.pooling == "auto" and _pooling(self._model) in _NO_POOLING:
                 options = replace(options, pooling="mean")
-            return EmbeddingSession(self._model, self._vocabulary.size, self._family, options, offloaded=self.offloads)
+            return EmbeddingSession(
+                self._model, self._vocabulary.size, self._family, options, self._adapters, offloaded=self.offloads
+            )
         return LlamaSession(
-            self._model, self._vocabulary, self._constraints, self._family, options, offloaded=self.offloads
+            self._model,
+            self._vocabulary,
+            self._constraints,
+            self._family,
+            options,
+            self._adapters,
+            offloaded=self.offloads,
         )
 
     def close(self) -> None:
@@ -135,12 +147,17 @@ class LlamaEngine:
         """Bytes that are free on the GPUs; see ``engine.base.Engine.free_device_memory``."""
         return free_device_memory()
 
-    def inspect(self, path: Path) -> InspectedFile:
-        """Read a file's header; see ``engine.base.Engine.inspect``."""
+    def inspect(self, path: Path, adapters: Sequence[Path] = ()) -> InspectedFile:
+        """Read a file's header, and those of adapters for it; see ``engine.base.Engine.inspect``."""
         try:
-            return InspectedFile(inspect_model(path), offloads=bool(llama_cpp.llama_supports_gpu_offload()))
+            header = inspect_model(path)
         except (OSError, HeaderError) as error:
             raise UnusableFile(str(error)) from None
+        try:
+            found = inspect_adapters(adapters, header)
+        except HeaderError as error:
+            raise UnfitOptions(str(error), "lora") from None
+        return InspectedFile(header, offloads=bool(llama_cpp.llama_supports_gpu_offload()), adapters=found)
 
     def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> LlamaWeights:
         """Load a GGUF file; see ``engine.base.Engine.load``."""
@@ -158,7 +175,7 @@ class LlamaEngine:
         if reason := _unusable(model):
             llama_cpp.llama_model_free(model)
             raise UnusableFile(reason)
-        return LlamaWeights(model, options, _learnt_positions(path))
+        return LlamaWeights(model, path, options, _learnt_positions(path))
 
 
 def _progress_callback(progress: Progress | None) -> Any:
