@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
-from trioserve.config import Config, ModelConfig, check_model_file, load_config, model_files, settings, settings_by_flag
+from trioserve.config import (
+    Config,
+    LoraAdapter,
+    ModelConfig,
+    check_model_file,
+    load_config,
+    model_files,
+    settings,
+    settings_by_flag,
+)
 from trioserve.config.description import describe
 from trioserve.config.sources import parse_text
 from trioserve.errors import ConfigError, InvalidModelError
@@ -64,6 +73,7 @@ MODEL_DEFAULTS = {
     "flash_attention": "auto",
     "cache_prompt": True,
     "chat_template": None,
+    "lora": (),
     "mmap": True,
     "mlock": False,
     "keep_alive_ms": None,
@@ -299,6 +309,55 @@ def test_roots_from_elsewhere_are_separated_by_commas():
 def test_roots_that_are_no_folders_are_refused(tmp_path, roots):
     file = write(tmp_path, f"model_roots = {roots}\n[[models]]\npath = 'a.gguf'")
     assert refusal(file).startswith("model_roots: ")
+
+
+def test_adapters_are_names_names_with_scales_or_tables(tmp_path):
+    lora = '["a.gguf", "b.gguf:0.5", "/c/d.gguf:-2", "e:f", {path = "g.gguf", scale = 2}, {path = "/h:3"}]'
+    file = write(tmp_path, f"[[models]]\npath = 'm.gguf'\nlora = {lora}")
+    assert load(file).models[0].lora == (
+        LoraAdapter(tmp_path / "a.gguf", 1.0),
+        LoraAdapter(tmp_path / "b.gguf", 0.5),
+        LoraAdapter(Path("/c/d.gguf"), -2.0),
+        LoraAdapter(tmp_path / "e:f", 1.0),
+        LoraAdapter(tmp_path / "g.gguf", 2.0),
+        LoraAdapter(Path("/h:3"), 1.0),
+    )
+
+
+def test_adapters_from_elsewhere_are_separated_by_commas():
+    expected = (LoraAdapter(Path("a.gguf")), LoraAdapter(Path("/b.gguf"), 0.25))
+    assert load(model="m.gguf", lora="a.gguf, /b.gguf:0.25").models[0].lora == expected
+    assert load(None, {"TRIOSERVE_LORA": "a.gguf,/b.gguf:0.25,"}, model="m.gguf").models[0].lora == expected
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ("'a.gguf'", "'a.gguf' is not a list of adapters"),
+        ("[5]", "5 is no adapter: write FILE, FILE:SCALE, or a table with path and scale"),
+        ("[{scale = 1}]", "is no adapter"),
+        ("[{path = 'a', scal = 1}]", "is no adapter"),
+        ("[{path = 5}]", "5 is no path of an adapter"),
+        ("[{path = ''}]", "the path is empty"),
+        ("['']", "the path is empty"),
+        ('["a\\u0000b"]', "NUL"),
+        ("[{path = '/a', scale = true}]", "the scale of '/a' is True"),
+        ("[{path = '/a', scale = '1'}]", "the scale of '/a' is '1'"),
+        ("[{path = '/a', scale = inf}]", "the scale of '/a' is inf"),
+        ("['/a:nan']", "the scale of '/a' is nan, and has to be a number from -1000000 to 1000000"),
+        ("['/a:1e7']", "the scale of '/a' is 10000000.0"),
+        (f"{['a'] * 65}", "65 adapters are given, and at most 64 can be"),
+    ],
+)
+def test_adapters_that_are_none_are_refused(tmp_path, lora, said):
+    said_of_it = refusal(write(tmp_path, f"[[models]]\npath = 'm.gguf'\nlora = {lora}"))
+    assert said_of_it.startswith("lora: ")
+    assert said in said_of_it
+
+
+def test_adapters_of_a_flag_are_for_one_model(tmp_path):
+    file = write(tmp_path, "[[models]]\npath = 'a.gguf'\n[[models]]\npath = 'b.gguf'")
+    assert "lora: can be given for one model only" in refusal(file, lora="x.gguf")
 
 
 def test_names_in_a_relative_file_start_at_its_folder(tmp_path, monkeypatch):
@@ -680,9 +739,8 @@ def test_every_setting_says_what_it_is_for():
     for info in settings():
         assert re.fullmatch(r"\S.*[.]", info.description), info.name
         assert (info.default == "") == (info.name == "path"), info.name
-        assert info.range or info.kind in {"text", "path", "list", "list of paths", "list of keys", "text or @file"}, (
-            info.name
-        )
+        unbounded = {"text", "path", "text or @file", "list", "list of paths", "list of adapters", "list of keys"}
+        assert info.range or info.kind in unbounded, info.name
 
 
 def test_descriptions_of_kinds():

@@ -164,6 +164,7 @@ def test_the_fields_of_a_load_are_those_of_the_table():
         {"maximum": 16, "minimum": 1, "type": "integer"},
         {"type": "null"},
     ]
+    assert schema["properties"]["lora"]["anyOf"][0]["items"]["anyOf"][1]["required"] == ["path"]
     assert all(described["description"] for described in schema["properties"].values())
 
 
@@ -444,7 +445,8 @@ def with_known_models():
         schemas[name]["properties"]["model"] = {"enum": ["fake", None]}
     for name in ("LoadRequest", "UnloadRequest"):
         schemas[name]["properties"]["id"] = {"enum": ["fake"]}
-    schemas["LoadRequest"]["properties"].pop("path")
+    for name in ("path", "lora"):
+        schemas["LoadRequest"]["properties"].pop(name)
     for parameter in narrowed["paths"]["/v1/models/{model_id}"]["get"]["parameters"][1:]:
         parameter["schema"] = {"enum": ["fake"]}
     return narrowed

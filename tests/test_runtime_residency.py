@@ -192,7 +192,7 @@ async def test_of_two_loads_for_one_place_one_gets_it(town_for, engine, eventual
 def inspections(engine, monkeypatch):
     """A gate for each file's inspection, open unless it is shut."""
     gates, inspect = {name: ThreadGate() for name in "abc"}, engine.inspect
-    monkeypatch.setattr(engine, "inspect", lambda path: gates[path.stem].wait() and inspect(path))
+    monkeypatch.setattr(engine, "inspect", lambda path, adapters: gates[path.stem].wait() and inspect(path, adapters))
     return gates
 
 

@@ -72,7 +72,7 @@ def service_with(service_for, make_model_file, tmp_path):
 def inspect_gate(engine, monkeypatch):
     """The gate that every look into a file passes."""
     gate, inspect = ThreadGate(), engine.inspect
-    monkeypatch.setattr(engine, "inspect", lambda path: gate.wait() and inspect(path))
+    monkeypatch.setattr(engine, "inspect", lambda path, adapters: gate.wait() and inspect(path, adapters))
     return gate
 
 

@@ -32,6 +32,7 @@ _METAVARS = {
     "text or @file": "TEXT|@FILE",
     "list": "A,B",
     "list of paths": "FOLDER,FOLDER",
+    "list of adapters": "FILE,FILE:SCALE",
     "list of keys": "KEY,KEY|@FILE",
 }
 
@@ -106,13 +107,13 @@ def _serve(config: Config) -> int:
 
 def _validate(config: Config) -> int:
     """Print one line for each model that is in order; every one is looked at, whatever the others are."""
-    from trioserve.service.checks import check_header, check_model
+    from trioserve.service.checks import check_headers, check_model
 
     failed = False
     for model in config.models:
         try:
             check_model(model)
-            check_header(model.path)
+            check_headers(model)
         except InvalidModelError as error:
             failed = True
             _complain(f"model {model.id!r}: {error.message}")

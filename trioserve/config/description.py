@@ -27,8 +27,8 @@ class SettingInfo:
     Arguments:
         name: its key in a file; the environment variable and the flag follow from it.
         scope: ``server``, or ``model`` for a key of a ``[[models]]`` entry.
-        kind: integer, boolean, choice, path, text, ``text or @file``, list (of texts), ``list of paths`` or
-            ``list of keys``.
+        kind: integer, boolean, choice, path, text, ``text or @file``, list (of texts), ``list of paths``,
+            ``list of adapters`` or ``list of keys``.
         nullable: whether null is a value.
         default: its default in words: ``8080``, ``false``, ``the file's stem``; empty where it is required.
         range: what it may be: ``1..16``, ``auto, on, off``; empty where nothing bounds it.

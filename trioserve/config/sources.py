@@ -12,9 +12,11 @@ import tomllib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trioserve.config.adapters import ADAPTERS
 from trioserve.config.description import SettingInfo, settings, settings_by_flag
 from trioserve.config.keys import KEYS
-from trioserve.config.table import PATHS, TEXT_OR_FILE
+from trioserve.config.paths import PATHS
+from trioserve.config.table import TEXT_OR_FILE
 from trioserve.errors import ConfigError
 from trioserve.logs import one_line
 
@@ -99,7 +101,7 @@ def parse_text(info: SettingInfo, text: str) -> object:
     if info.kind == KEYS:
         # An empty one stays, to be refused: a variable that was left empty must not open the server.
         return tuple(part.strip() for part in text.split(","))
-    if info.kind in {"list", PATHS}:
+    if info.kind in {"list", PATHS, ADAPTERS}:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
 
@@ -232,9 +234,16 @@ def _beside_file(info: SettingInfo, value: object, folder: Path) -> object:
         return _file_beside(value, folder)
     if info.kind == KEYS and isinstance(value, list):
         return tuple(_file_beside(item, folder) for item in value)
-    if info.kind == PATHS and isinstance(value, list):
-        return tuple(str(folder / item) if isinstance(item, str) and item else item for item in value)
+    if info.kind in {PATHS, ADAPTERS} and isinstance(value, list):
+        return tuple(_item_beside(item, folder) for item in value)
     return tuple(value) if info.kind == "list" and isinstance(value, list) else value
+
+
+def _item_beside(item: object, folder: Path) -> object:
+    """Return an item of a list, with its path made absolute: the item itself, or one of a table's values."""
+    if isinstance(item, dict) and "path" in item:
+        return item | {"path": _item_beside(item["path"], folder)}
+    return str(folder / item) if isinstance(item, str) and item else item
 
 
 def _file_beside(value: object, folder: Path) -> object:

@@ -7,15 +7,16 @@ it in words.
 
 from __future__ import annotations
 
-import os
 import re
 import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from trioserve.config.adapters import ADAPTERS, Adapters
 from trioserve.config.keys import KEYS, Keys
+from trioserve.config.paths import PATHS, FilePath
 from trioserve.config.text_files import bounded_text
 
 __all__ = ["MAX_MODEL_ID_CHARS", "Config", "ModelConfig"]
@@ -27,22 +28,12 @@ MAX_TEMPLATE_BYTES = 2**20
 DEFAULT_UBATCH = 512
 QUANTISED_KV_DTYPES = frozenset({"q8_0", "q4_0"})
 TEXT_OR_FILE = "text or @file"
-PATHS = "list of paths"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:[0-9]{1,5})?|[a-z]+://\[[0-9a-f:.]+\](:[0-9]{1,5})?", re.ASCII)
-
-
-def _checked_path(value: object) -> object:
-    if isinstance(value, str | os.PathLike) and os.fspath(value) in {"", b""}:
-        raise ValueError("the path is empty")
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError("the path holds a NUL character")
-    return value
 
 
 Milliseconds = Annotated[int, Field(ge=0, le=MAX_INT)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 BatchTokens = Annotated[int, Field(ge=1, le=MAX_CONTEXT_TOKENS)]
-FilePath = Annotated[Path, Field(strict=False), BeforeValidator(_checked_path)]
 
 
 def _file_stem(validated: dict[str, Any]) -> str:
@@ -144,6 +135,12 @@ class ModelConfig(BaseModel):
         description="A Jinja template for chat messages in place of the model's own: its text, or @ and the name of a "
         "file that holds it.",
         json_schema_extra={"default_text": "from the GGUF", "kind": TEXT_OR_FILE},
+    )
+    lora: Adapters = Field(
+        default=(),
+        description="LoRA adapters that are added to the model: GGUF files, each with a colon and its scale behind it, "
+        "or alone, which is a scale of 1.",
+        json_schema_extra={"default_text": "none", "kind": ADAPTERS},
     )
     mmap: bool = Field(default=True, description="Map the model's file into memory instead of reading it whole.")
     mlock: bool = Field(default=False, description="Keep the weights from being swapped out.")

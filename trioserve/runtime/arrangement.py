@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trioserve.config import ModelConfig
-from trioserve.engine.base import SessionOptions, Task
+from trioserve.engine.base import Adapter, SessionOptions, Task
 
 DEFAULT_N_CTX = 4096
 
@@ -81,4 +81,5 @@ def _options(config: ModelConfig, model: Described, sequences: int) -> SessionOp
         kv_dtype=config.kv_dtype,
         flash_attention={"auto": None, "on": True, "off": False}[config.flash_attention],
         pooling=config.pooling,
+        adapters=tuple(Adapter(adapter.path, adapter.scale) for adapter in config.lora),
     )

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from trioserve.config import ModelConfig, check_model_file
-from trioserve.engine.base import Engine, Footprint, LoadFailure, ModelFile
+from trioserve.config import ModelConfig, check_adapter_file, check_model_file
+from trioserve.engine.base import Engine, Footprint, LoadFailure, ModelFile, UnfitOptions
 from trioserve.errors import (
     InsufficientMemoryError,
     InvalidModelError,
@@ -69,14 +69,19 @@ class LoadAttempt:
 
 
 async def inspect(engine: Engine, config: ModelConfig) -> ModelFile:
-    """Look at a model's file without loading it.
+    """Look at a model's file and its adapters without loading them.
 
     Raises:
-        InvalidModelError: it is missing, no GGUF, damaged or truncated.
+        InvalidModelError: one is missing, no GGUF, damaged or truncated, or an adapter is for another model.
     """
     check_model_file(config.path)
+    adapters = [adapter.path for adapter in config.lora]
+    for path in adapters:
+        check_adapter_file(path)
     try:
-        return await trio.to_thread.run_sync(engine.inspect, config.path)
+        return await trio.to_thread.run_sync(engine.inspect, config.path, adapters)
+    except UnfitOptions as error:
+        raise InvalidModelError(f"{error.option}: {error}", param=error.option) from None
     except LoadFailure as error:
         raise InvalidModelError(f"model file {str(config.path)[:300]!r} can't be used: {error}", param="path") from None
 

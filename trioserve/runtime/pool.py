@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import trio
@@ -115,6 +115,8 @@ def same_pool(one: ModelConfig, other: ModelConfig) -> bool:
 def memory_needed(config: ModelConfig, file: ModelFile, cache: WeightsCache, sessions: int | None = None) -> Footprint:
     """Estimate what a load would take beside what is loaded: weights that are there already count once.
 
+    Adapters are counted in any case: others that use the weights may use none of them.
+
     Arguments:
         config: of the model.
         file: what its file says.
@@ -125,7 +127,7 @@ def memory_needed(config: ModelConfig, file: ModelFile, cache: WeightsCache, ses
     sessions = arrangement.sessions if sessions is None else sessions
     whole = file.memory(arrangement.options, sessions, config.gpu_layers)
     if cache.has(config.path, load_options(config)):
-        return whole - file.memory(arrangement.options, 0, config.gpu_layers)
+        return whole - file.memory(replace(arrangement.options, adapters=()), 0, config.gpu_layers)
     return whole
 
 

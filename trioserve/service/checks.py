@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from trioserve.chat import ChatTemplate
-from trioserve.config import Config, ModelConfig, check_model_file
+from trioserve.config import Config, ModelConfig, check_adapter_file, check_model_file
 from trioserve.engine.gguf import HeaderError
+from trioserve.engine.lora_file import inspect_adapters
 from trioserve.engine.model_file import inspect_model
 from trioserve.errors import ChatTemplateError, ConfigError, InvalidModelError
 
 
 def check_models(config: Config) -> None:
-    """Look at every model's file and template.
+    """Look at every model's files and template.
 
     Raises:
         InvalidModelError: a file can't be used.
@@ -23,8 +22,10 @@ def check_models(config: Config) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Look at one model's file and template; see ``check_models`` for the errors."""
+    """Look at one model's files and template; see ``check_models`` for the errors."""
     check_model_file(model.path)
+    for adapter in model.lora:
+        check_adapter_file(adapter.path)
     if model.chat_template is None:
         return
     try:
@@ -33,13 +34,17 @@ def check_model(model: ModelConfig) -> None:
         raise ConfigError(f"chat_template of model {model.id!r}: {error.message}") from None
 
 
-def check_header(path: Path) -> None:
-    """Look at the whole header of a model's file, as every load does first.
+def check_headers(model: ModelConfig) -> None:
+    """Look at the whole headers of a model's file and its adapters, as every load does first.
 
     Raises:
-        InvalidModelError: it can't be loaded.
+        InvalidModelError: one can't be loaded.
     """
     try:
-        inspect_model(path)
+        header = inspect_model(model.path)
     except (OSError, HeaderError) as error:
-        raise InvalidModelError(f"model file {str(path)!r} can't be used: {error}", param="path") from None
+        raise InvalidModelError(f"model file {str(model.path)!r} can't be used: {error}", param="path") from None
+    try:
+        inspect_adapters([adapter.path for adapter in model.lora], header)
+    except HeaderError as error:
+        raise InvalidModelError(f"lora: {error}", param="lora") from None

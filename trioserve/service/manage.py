@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -202,7 +202,12 @@ class Management:
 
     def _merged(self, settings: Mapping[str, object], before: ModelConfig | None) -> ModelConfig:
         config = _validated(settings, before)
-        return config.model_copy(update={"path": self._confined(config.path)})
+        found: dict[str, object] = {"path": self._confined("path", config.path)}
+        if config.lora:
+            found["lora"] = tuple(
+                replace(adapter, path=self._confined("lora", adapter.path)) for adapter in config.lora
+            )
+        return config.model_copy(update=found)
 
     def _registered(self, model_id: object) -> Model | None:
         return self._registry.get(model_id) if isinstance(model_id, str) else None
@@ -220,13 +225,17 @@ class Management:
         logger.info("model %s is registered", model.id, extra={"fields": {"path": str(config.path)}})
         return model
 
-    def _confined(self, path: Path) -> Path:
+    def _confined(self, setting: str, path: Path) -> Path:
         """Return where a file lies that a request names: below ``model_roots``, or in use by a registered model.
 
         A link is replaced by what it leads to now. Led elsewhere later, it must not be followed when the model is
         loaded again. A name that is registered already stays as its owner wrote it.
+
+        Arguments:
+            setting: that names the file, ``path`` or ``lora``; what is in use for the other doesn't count.
+            path: as the request spells it.
         """
-        registered = {model.config.path for model in self._registry}
+        registered = {used for model in self._registry for used in _files(model.config, setting)}
         if path in registered:
             return path
         real = _resolved(path)
@@ -235,7 +244,8 @@ class Management:
         if real is not None and (below or real in set(map(_resolved, registered))):
             return real
         raise InvalidRequestError(
-            f"path: {str(path)[:300]!r} is not below a folder that requests may load from (model_roots)", param="path"
+            f"{setting}: {str(path)[:300]!r} is not below a folder that requests may load from (model_roots)",
+            param=setting,
         )
 
     def _wait(self, model: Model, busy_timeout_ms: int | None) -> float | None:
@@ -251,6 +261,11 @@ def _validated(settings: Mapping[str, object], before: ModelConfig | None) -> Mo
     except ValidationError as error:
         problem = explain(error, "model")
         raise InvalidRequestError(problem.text, param=problem.name) from None
+
+
+def _files(config: ModelConfig, setting: str) -> list[Path]:
+    """The files that a setting of a model names."""
+    return [config.path] if setting == "path" else [adapter.path for adapter in config.lora]
 
 
 def _resolved(path: Path) -> Path | None:

@@ -243,6 +243,7 @@ class FakeSession:
         self.n_ctx = options.n_ctx
         self.max_sequences = options.max_sequences
         self.name = name
+        self.options = options
         self.history: Sequence[int] = ()
         self.threads: list[int] = []
         self.resets = 0

@@ -17,7 +17,7 @@ ModelId = Annotated[
 
 
 _NULL = {"type": "null"}
-_BOUNDS = {"type", "enum", "format", "minimum", "maximum", "minLength", "maxLength"}
+_BOUNDS = {"type", "enum", "format", "minimum", "maximum", "minLength", "maxLength", "items", "maxItems"}
 
 
 def _of_a_request(schema: dict[str, Any]) -> None:
