@@ -54,12 +54,12 @@ def client(registrations):
 
 def test_registrations_with_and_without_an_adapter_share_a_file_and_answer_side_by_side_as_alone(registrations, client):
     names = ("base", "tuned", "silent")
-    alone = {name: ask(client, exactly(12, model=name)).text for name in names}
+    alone = {name: ask(client, exactly(8, model=name)).text for name in names}
     assert alone["tuned"] != alone["base"] == alone["silent"]
 
     def ask_again(name):
         with http(registrations.url) as own:
-            return name, {ask(own, exactly(12, model=name)).text for _ in range(4)}
+            return name, {ask(own, exactly(8, model=name)).text for _ in range(2)}
 
     with ThreadPoolExecutor(6) as threads:
         assert list(threads.map(ask_again, names * 2)) == [(name, {alone[name]}) for name in names * 2]
