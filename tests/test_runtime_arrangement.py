@@ -1,10 +1,12 @@
 """What sessions a configuration asks for."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from trioserve.config import ModelConfig
+from trioserve.engine.base import Adapter
 from trioserve.runtime.arrangement import DEFAULT_N_CTX, arrange
 
 
@@ -54,6 +56,13 @@ def test_a_shared_context_has_a_sequence_for_each_slot_and_a_private_one_has_one
     found = arrange(ModelConfig(path="m.gguf", slots=4, n_ctx=512, execution="fused", prefill_chunk=16), model())
     assert (found.options.max_sequences, found.options.n_ctx, found.options.prefill_chunk) == (4, 512, 16)
     assert (found.private.max_sequences, found.private.n_ctx) == (1, 512)
+
+
+@pytest.mark.parametrize("execution", ["isolated", "fused"])
+def test_every_session_has_the_adapters_of_the_model(execution):
+    config = ModelConfig(path="m.gguf", slots=4, execution=execution, lora=["a.gguf", "b.gguf:0.5"])
+    found = arrange(config, model())
+    assert found.options.adapters == found.private.adapters == (Adapter(Path("a.gguf")), Adapter(Path("b.gguf"), 0.5))
 
 
 def test_inputs_of_a_request_for_vectors_share_a_context():
