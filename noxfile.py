@@ -101,8 +101,8 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Load a running server: nox -s bench -- URL MODEL [--clients 1,2,4,8]."""
-    run(session, "trioserve.bench", *session.posargs)
+    """Load a running server: nox -s bench -- URL [MODEL] [--clients 1,2,4,8]."""
+    run(session, "trioserve", "bench", *session.posargs)
 
 
 @nox.session
