@@ -112,6 +112,18 @@ def bench_scheduling(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_size(session: nox.Session) -> None:
+    """What more slots, prompts, waiters and models cost: nox -s bench_size -- --plot docs/size.svg."""
+    run(session, "tests.benchmarks.size", *session.posargs)
+
+
+@nox.session
+def bench_start(session: nox.Session) -> None:
+    """What a start costs, from the command to an answer: nox -s bench_start -- [MODEL.gguf] [--against CHECKOUT]."""
+    run(session, "tests.benchmarks.start", *session.posargs)
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
     """Slow and dead clients, three ways: nox -s faults -- --ways serve --faults "stops reading"."""
     with session.chdir(ROOT / "tests"):
