@@ -1,10 +1,9 @@
-"""What can be said of a configuration before anything is started."""
+"""What can be said of a configuration before anything is started. Needs nothing of the server."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from trioserve.chat import ChatTemplate
 from trioserve.config import Config, ModelConfig, check_model_file
 from trioserve.engine.gguf import HeaderError
 from trioserve.engine.model_file import inspect_model
@@ -27,6 +26,8 @@ def check_model(model: ModelConfig) -> None:
     check_model_file(model.path)
     if model.chat_template is None:
         return
+    from trioserve.chat import ChatTemplate  # and with it Jinja, which most configurations have no use for
+
     try:
         ChatTemplate(model.chat_template, bos_token="", eos_token="")
     except ChatTemplateError as error:

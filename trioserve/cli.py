@@ -165,7 +165,7 @@ def _serve(config: Config) -> int:
 
 def _validate(config: Config) -> int:
     """Print one line for each model that is in order; every one is looked at, whatever the others are."""
-    from trioserve.service.checks import check_header, check_model
+    from trioserve.checks import check_header, check_model
 
     failed = False
     for model in config.models:
