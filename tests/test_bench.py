@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -228,6 +229,14 @@ def test_little_can_be_drawn_too(points, log_y):
     svg = as_svg([Chart("y", "x", [Series("a", points)], log_y=log_y)])
     assert "nan" not in svg
     ET.fromstring(svg)
+
+
+def test_names_from_servers_fit_into_a_picture():
+    texts = texts_of(as_svg([Chart("y", "x", [Series("a\x00<b>\n" + "é" * 100, [(1, 1)])])]))
+    (label,) = [text for text in texts if text.startswith("a")]
+    assert label.startswith("a?<b>?é")
+    assert label.endswith("é…")
+    assert len(label) < 60
 
 
 def test_labels_do_not_touch():
@@ -521,6 +530,24 @@ async def test_a_signal_prints_what_was_measured(tmp_path, number):
     assert [row.split("|")[1].strip() for row in told.splitlines()[2:]] == ["1"]
     assert f"stopped by {number.name}" in heard
     assert "Traceback" not in heard
+
+
+async def test_what_a_server_says_stays_on_one_line():
+    told = []
+    report = Report(Plan({"server": Server("http://127.0.0.1", "m")}))
+    command._note_failures(report, ["status 500: <html>\r\n\t<b>\x1b[2J", "no", "no"], told.append)
+    assert told == ["failed: status 500: <html> <b> [2J", "failed: no"]
+    assert report.failures.total() == 3
+
+
+@pytest.mark.parametrize("output", [">&-", ">/dev/full"])
+async def test_a_table_that_nobody_gets_is_an_error_and_no_crash(tmp_path, output):
+    words = ["--clients", "1", "--requests", "1", "--rounds", "1", "--tokens", "3"]
+    async with serving(tmp_path) as base:
+        shell = f"{shlex.join(as_program(base, *words))} {output}"
+        done = await trio.run_process(["bash", "-c", shell], capture_stderr=True, check=False)
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
 
 
 def test_nobody_answers(capsys):

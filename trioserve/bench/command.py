@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -117,10 +118,15 @@ def _errors(answers: list[Answer]) -> list[str]:
 
 
 def _note_failures(report: Report, failures: list[str], tell: Tell) -> None:
-    for failure in dict.fromkeys(failures):
+    for failure in map(_one_line, failures):
         if failure not in report.failures:
             tell(f"failed: {failure}")
-    report.failures.update(failures)
+        report.failures[failure] += 1
+
+
+def _one_line(said: str) -> str:
+    """What a server said may be a page."""
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(said.split()))
 
 
 async def _measure_until_signal(report: Report) -> int:
@@ -144,17 +150,17 @@ async def _measure_until_signal(report: Report) -> int:
 
 
 def _keep(report: Report) -> bool:
-    """Print the report and write its files; False where a file could not be written."""
+    """Print the report and write its files; False where that was not possible."""
+    kept = True
     if report.plan.json == STDOUT:
-        _print(as_json(report))
+        kept = _print(as_json(report))
     elif report.rounds:
-        _print(as_table(report))
+        kept = _print(as_table(report))
     writers: list[tuple[Path, Callable[[Path], object]]] = []
     if report.plan.json not in {None, STDOUT}:
         writers.append((Path(str(report.plan.json)), lambda path: path.write_text(as_json(report) + "\n", "utf-8")))
     if report.plan.plot is not None and report.rounds:
         writers.append((report.plan.plot, lambda path: write_picture(path, as_charts(report))))
-    kept = True
     for path, write in writers:
         try:
             write(path)
@@ -171,11 +177,17 @@ def _check_packages(plan: Plan) -> None:
         raise UsageError("--plot: PNG needs matplotlib, which is not installed; a file that ends in .svg needs nothing")
 
 
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+def _print(text: str) -> bool:
+    """Print, and say whether that was possible; Python has no output at all where it was closed."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except (OSError, AttributeError):
+        return False
+    return True
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"bench: {line}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, AttributeError):
+        sys.stderr.write(f"bench: {line}\n")
+        sys.stderr.flush()

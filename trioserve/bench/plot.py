@@ -11,6 +11,7 @@ _WIDTH, _HEIGHT = 420, 260  # of one chart, in pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 18, 34, 44  # between its border and its axes
 _LINE = 20  # height of a line of the legend
 _LETTER = 6.4  # width of a letter of a tick's label, about
+_LONGEST = 54  # letters of any text
 _TICKS = 5  # about so many on an upright axis
 _LOG_FROM = 8  # an axis whose values lie further apart than that is logarithmic
 _LIGHT = ("#ffffff", "#24292f", "#d0d7de", ("#0969da", "#bc4c00", "#1a7f37", "#8250df"))
@@ -185,4 +186,7 @@ def _number(value: float) -> str:
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
     attribute = f' class="{kind}"' if kind else ""
-    return f'<text{attribute} x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+    # XML has no place for control characters, not even escaped ones, and a chart none for long names.
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
+    shown = shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
+    return f'<text{attribute} x="{x:.1f}" y="{y:.1f}">{escape(shown)}</text>'
