@@ -101,14 +101,26 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Load a running server: nox -s bench -- URL MODEL [--clients 1,2,4,8]."""
-    run(session, "trioserve.bench", *session.posargs)
+    """Load a running server: nox -s bench -- URL [MODEL] [--clients 1,2,4,8]."""
+    run(session, "trioserve", "bench", *session.posargs)
 
 
 @nox.session
 def bench_scheduling(session: nox.Session) -> None:
     """What admission costs with ever more waiters."""
     run(session, "tests.benchmarks.scheduling", *session.posargs)
+
+
+@nox.session
+def bench_size(session: nox.Session) -> None:
+    """What more slots, prompts, waiters and models cost: nox -s bench_size -- --plot docs/size.svg."""
+    run(session, "tests.benchmarks.size", *session.posargs)
+
+
+@nox.session
+def bench_start(session: nox.Session) -> None:
+    """What a start costs, from the command to an answer: nox -s bench_start -- [MODEL.gguf] [--against CHECKOUT]."""
+    run(session, "tests.benchmarks.start", *session.posargs)
 
 
 @nox.session

@@ -187,18 +187,67 @@ def test_version(monkeypatch, capsys, installed, expected):
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"]])
-def test_help_and_version_import_nothing_heavy(arguments):
-    done = run_python(
-        "import sys\n"
-        "from trioserve.cli import main\n"
-        "try:\n"
-        f"    main({arguments!r})\n"
-        "except SystemExit as left:\n"
-        "    heavy = {'trio', 'quart', 'hypercorn', 'llama_cpp', 'numpy', 'jinja2'} & set(sys.modules)\n"
-        "    print('code', left.code, 'heavy', sorted(heavy))\n"
-    )
-    assert done.stdout.splitlines()[-1] == "code 0 heavy []", done.stderr
+# What takes long to import, and the rooms that only one command needs.
+HEAVY = {
+    *(
+        "trio",
+        "quart",
+        "hypercorn",
+        "h2",
+        "llama_cpp",
+        "llguidance",
+        "numpy",
+        "jinja2",
+        "prometheus_client",
+        "pydantic",
+    ),
+    *("asyncio", "multiprocessing", "httpx", "trioserve.config", "trioserve.bench", "trioserve.service"),
+}
+CONFIGURATION = {"pydantic", "trioserve.config"}
+
+
+def heavy_after(code):
+    """What of all that is imported once some code has run in a new process."""
+    done = run_python(f"import sys\n{code}\nprint(' '.join(sys.modules))")
+    assert done.returncode == 0, done.stderr
+    return HEAVY & set(done.stdout.splitlines()[-1].split())
+
+
+def after(arguments):
+    call = f"main({arguments!r})"
+    return f"from trioserve.cli import main\ntry:\n    {call}\nexcept SystemExit as left:\n    assert not left.code"
+
+
+def test_the_package_itself_imports_nothing_heavy():
+    assert heavy_after("import trioserve; trioserve.app") == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["--version"], set()),
+        (["--help"], set()),
+        (["serve", "--help"], CONFIGURATION),
+        (["validate", "--help"], CONFIGURATION),
+        (["bench", "--help"], {"trioserve.bench"}),
+    ],
+)
+def test_help_and_version_import_nothing_heavy(arguments, needed):
+    assert heavy_after(after(arguments)) == needed
+
+
+def test_validation_imports_no_server(gguf):
+    assert heavy_after(after(["validate", str(gguf)])) == CONFIGURATION
+
+
+def test_the_server_imports_no_engine_before_a_model_is_loaded():
+    engine = {"llama_cpp", "llguidance", "numpy"}
+    others = {"httpx", "trioserve.bench"}
+    assert heavy_after("import trioserve.serve") & (engine | others) == set()
+
+
+def test_a_mistake_of_bench_needs_no_configuration():
+    assert heavy_after(after(["bench", "nowhere"])) == {"trioserve.bench"}
 
 
 def test_module_runs_as_a_program():

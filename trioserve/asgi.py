@@ -7,7 +7,6 @@ ASGI lifespan. Nothing heavy is imported before the lifespan begins.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -38,12 +37,12 @@ class _Application:
             await self._guard(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
+        from trioserve.checks import check_models
         from trioserve.config import load_config
         from trioserve.errors import TrioserveError
         from trioserve.http.app import create_app
         from trioserve.logs import configure_logging
         from trioserve.service import open_service
-        from trioserve.service.checks import check_models
 
         await receive()
         try:
@@ -87,6 +86,8 @@ def _leave_sigterm_to_the_parent() -> None:
     SIGTERM to the whole process group, as service managers send it, would kill the workers in the middle of their
     streams.
     """
+    import multiprocessing  # a worker process has it anyway, and nobody else needs it
+
     if multiprocessing.parent_process() is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -1,6 +1,6 @@
-"""The command line: ``trioserve serve`` and ``trioserve validate``.
+"""The command line: ``trioserve serve``, ``trioserve validate`` and ``trioserve bench``.
 
-Flags are made from the table of settings. Nothing of the server is imported before it is to be started.
+Flags of the server are made from the table of settings. Each command imports what it needs when it is asked for.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trioserve.config import Config, SettingInfo, load_config, settings_by_flag
-from trioserve.config.sources import did_you_mean
 from trioserve.errors import ConfigError, InvalidModelError
 from trioserve.logs import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from trioserve.config import Config, SettingInfo
 
 __all__ = ["main", "run"]
 
@@ -62,8 +62,32 @@ def _add_setting(parser: argparse._ActionsContainer, info: SettingInfo) -> None:
         parser.add_argument(info.flag, metavar=metavar, **options)
 
 
-def _configuration_arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+class _Command(argparse.ArgumentParser):
+    """The parser of a command, whose arguments are made when the command is given: what they need takes time to import.
+
+    Arguments:
+        fill: adds them.
+        more: of every parser.
+    """
+
+    def __init__(self, *, fill: Callable[[argparse.ArgumentParser], None], **more: Any) -> None:
+        super().__init__(**more)
+        self._fill = fill
+
+    @property
+    def flags(self) -> list[str]:
+        """Its flags, once it has them, without the negative ones. argparse has no public list of them."""
+        return [flag for flag in self._option_string_actions if not flag.startswith("--no-")]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Make the arguments and parse; called once."""
+        self._fill(self)
+        return super().parse_known_args(args, namespace)
+
+
+def _add_configuration(parser: argparse.ArgumentParser) -> None:
+    from trioserve.config import settings_by_flag
+
     parser.add_argument(
         "model", nargs="?", metavar="MODEL.gguf", default=argparse.SUPPRESS, help="the model's file (as --path)"
     )
@@ -72,7 +96,21 @@ def _configuration_arguments() -> argparse.ArgumentParser:
     model = parser.add_argument_group("settings of every model")
     for info in settings_by_flag().values():
         _add_setting(server if info.scope == "server" else model, info)
-    return parser
+    parser.set_defaults(run=_run_configured)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from trioserve.bench.plan import add_arguments
+
+    add_arguments(parser)
+    parser.set_defaults(run=_bench)
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "serve": ("start the server", _add_configuration),
+    "validate": ("check the configuration and every model's file", _add_configuration),
+    "bench": ("measure a server that speaks OpenAI's protocol, or two of them side by side", _add_bench),
+}
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -80,20 +118,41 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action=_ShowVersion, nargs=0, default=argparse.SUPPRESS, help="print the version and leave"
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    shared = _configuration_arguments()
-    for name, text in (("serve", "start the server"), ("validate", "check the configuration and every model's file")):
-        commands.add_parser(name, parents=[shared], help=text, description=text.capitalize() + ".", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Command)
+    for name, (text, fill) in _COMMANDS.items():
+        description = f"{text[0].upper()}{text[1:]}."
+        command = commands.add_parser(name, help=text, description=description, allow_abbrev=False, fill=fill)
+        command.set_defaults(parser=command)
     return parser
 
 
-def _refuse_unknown(unknown: Sequence[str]) -> None:
+def _refuse_unknown(unknown: Sequence[str], parser: _Command) -> None:
     """Raise ConfigError for arguments that no flag took, naming the nearest flag."""
     if not unknown:
         return
+    from trioserve.config.sources import did_you_mean
+
     flag = next((argument for argument in unknown if argument.startswith("-")), unknown[0]).partition("=")[0]
-    known = ["--config", *(info.flag for info in settings_by_flag().values())]
-    raise ConfigError(f"unknown argument {flag!r}{did_you_mean(flag, known)}")
+    raise ConfigError(f"unknown argument {flag!r}{did_you_mean(flag, parser.flags)}")
+
+
+def _run_configured(arguments: dict[str, Any]) -> int:
+    """Serve or validate what file, environment and flags say."""
+    from trioserve.config import load_config
+
+    command, file = arguments.pop("command"), arguments.pop("config")
+    config = load_config(file, os.environ, arguments)
+    return _serve(config) if command == "serve" else _validate(config)
+
+
+def _bench(arguments: dict[str, Any]) -> int:
+    from trioserve.bench.command import run
+    from trioserve.bench.plan import UsageError
+
+    try:
+        return run(argparse.Namespace(**arguments))
+    except UsageError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _serve(config: Config) -> int:
@@ -107,7 +166,7 @@ def _serve(config: Config) -> int:
 
 def _validate(config: Config) -> int:
     """Print one line for each model that is in order; every one is looked at, whatever the others are."""
-    from trioserve.service.checks import check_headers, check_model
+    from trioserve.checks import check_headers, check_model
 
     failed = False
     for model in config.models:
@@ -153,7 +212,7 @@ def run() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, or 2 where the configuration cannot be used.
+    """Run the command line and return the exit code: that of the command, or 2 where the arguments cannot be used.
 
     Arguments:
         argv: the arguments after the program's name; None takes those of the process.
@@ -161,13 +220,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: ``--help``, ``--version``, or no command.
     """
-    arguments, unknown = _build_parser().parse_known_args(argv)
-    flags = dict(vars(arguments))
-    command, file = flags.pop("command"), flags.pop("config")
+    namespace, unknown = _build_parser().parse_known_args(argv)
+    arguments = dict(vars(namespace))
+    parser: _Command = arguments.pop("parser")
+    run_command: Callable[[dict[str, Any]], int] = arguments.pop("run")
     try:
-        _refuse_unknown(unknown)
-        config = load_config(file, os.environ, flags)
-        return _serve(config) if command == "serve" else _validate(config)
+        _refuse_unknown(unknown, parser)
+        return run_command(arguments)
     except (ConfigError, InvalidModelError) as error:
         _complain(error.message)
         return EXIT_CONFIG

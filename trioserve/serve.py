@@ -12,6 +12,7 @@ from typing import TextIO
 
 import trio
 
+from trioserve.checks import check_models
 from trioserve.config import Config
 from trioserve.engine.base import Engine
 from trioserve.errors import TrioserveError
@@ -21,7 +22,6 @@ from trioserve.http.listener import bind, serve_http, url
 from trioserve.last_resort import LastResort
 from trioserve.logs import BackgroundStream, configure_logging
 from trioserve.service import Service, open_service
-from trioserve.service.checks import check_models
 
 logger = logging.getLogger("trioserve")
 

@@ -1,4 +1,4 @@
-"""A closed-loop load on any OpenAI-compatible server: ``python -m trioserve.bench URL MODEL``.
+"""A closed-loop load on any OpenAI-compatible server: ``trioserve bench URL``.
 
 Knows servers from outside only and imports no other room of the package. Needs the extra ``bench`` (httpx).
 """

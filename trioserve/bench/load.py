@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 import trio
 
 from trioserve.bench.measures import Answer, StreamError, ends_stream, read_chunk
+from trioserve.bench.plan import Server, Workload
 
 # Short words that common tokenizers have as one or two tokens each.
 _VOCABULARY = """
@@ -19,6 +20,11 @@ grass hill honey horse island kettle lake lamp leaf lemon maple moon nest oak pe
 snow spoon star straw table tower valley wheat wool
 """
 _CONNECT_SECONDS = 10
+_SAID = 200  # characters of a refusal
+
+
+class NoTargetError(Exception):
+    """There is no model to ask; one sentence that says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,47 +42,63 @@ class Target:
     key: str | None = None
 
     @property
+    def base(self) -> str:
+        """Where the routes are."""
+        return self.url.rstrip("/").removesuffix("/v1") + "/v1"
+
+    @property
     def endpoint(self) -> str:
         """Where chat completions are."""
-        return self.url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        return self.base + "/chat/completions"
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What each request asks for.
+def body(workload: Workload, model: str, seed: int) -> dict[str, Any]:
+    """The body of one request.
 
-    Attributes:
-        tokens: of the answer.
-        prompt_words: of the prompt, beside a short instruction.
-        extended: also send the fields beyond OpenAI's that llama.cpp's server and this one know: answers keep their
-            full length, and no server answers from a cache.
-        timeout: seconds that one read may wait.
+    Arguments:
+        workload: what it asks for.
+        model: id of the model.
+        seed: chooses the prompt; equal seeds give equal prompts.
     """
+    words = " ".join(random.Random(seed).choices(_VOCABULARY.split(), k=workload.prompt_words))
+    fields: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": f"Write a long tale in which these appear: {words}"}],
+        "max_tokens": workload.tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if workload.extended:
+        fields |= {"ignore_eos": True, "cache_prompt": False}
+    return fields
 
-    tokens: int = 64
-    prompt_words: int = 40
-    extended: bool = True
-    timeout: float = 600
 
-    def body(self, model: str, seed: int) -> dict[str, Any]:
-        """The body of one request.
+async def find_target(server: Server) -> Target:
+    """Return a server with a model to ask: the given one, or the first that it lists and that is not for embeddings.
 
-        Arguments:
-            model: id of the model.
-            seed: chooses the prompt; equal seeds give equal prompts.
-        """
-        words = " ".join(random.Random(seed).choices(_VOCABULARY.split(), k=self.prompt_words))
-        body: dict[str, Any] = {
-            "model": model,
-            "messages": [{"role": "user", "content": f"Write a long tale in which these appear: {words}"}],
-            "max_tokens": self.tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self.extended:
-            body |= {"ignore_eos": True, "cache_prompt": False}
-        return body
+    Raises:
+        NoTargetError: the server lists none.
+    """
+    if server.model is not None:
+        return Target(server.url, server.model, server.key)
+    target = Target(server.url, "", server.key)
+    try:
+        async with _open_client(target, Workload(timeout=_CONNECT_SECONDS)) as client:
+            response = await client.get(target.base + "/models")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise NoTargetError(f"{server.url} can't be asked for its models: {_told(error)}") from None
+    if response.status_code != httpx.codes.OK:
+        raise NoTargetError(f"{server.url} does not tell its models: {_refusal(response.status_code, response.text)}")
+    try:
+        return replace(target, model=next(_listed(response.json())))
+    except (ValueError, AttributeError, LookupError, TypeError, StopIteration):
+        raise NoTargetError(f"{server.url} lists no model to ask; name one") from None
+
+
+def _listed(answer: Any) -> Iterator[str]:
+    """Ids of models that may answer; servers that don't tell a model's task are believed to serve one that does."""
+    return (str(entry["id"]) for entry in answer["data"] if entry.get("task") != "embed")
 
 
 async def run_load(
@@ -108,13 +130,21 @@ async def ask(client: httpx.AsyncClient, target: Target, workload: Workload, see
     """Send one request and follow its stream to the end. Whatever goes wrong is part of the answer."""
     sent = trio.current_time()
     try:
-        async with client.stream("POST", target.endpoint, json=workload.body(target.model, seed)) as response:
+        async with client.stream("POST", target.endpoint, json=body(workload, target.model, seed)) as response:
             if response.status_code != httpx.codes.OK:
                 said = (await response.aread()).decode("utf-8", "replace")
-                return Answer(sent, error=f"status {response.status_code}: {said[:200]}")
+                return Answer(sent, error=_refusal(response.status_code, said))
             return await _follow(response, sent)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Answer(sent, error=f"{type(error).__name__}: {error}")
+        return Answer(sent, error=_told(error))
+
+
+def _refusal(status: int, said: str) -> str:
+    return f"status {status}: {said[:_SAID]}"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 async def _follow(response: httpx.Response, sent: float) -> Answer:

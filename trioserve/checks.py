@@ -1,8 +1,7 @@
-"""What can be said of a configuration before anything is started."""
+"""What can be said of a configuration before anything is started. Needs nothing of the server."""
 
 from __future__ import annotations
 
-from trioserve.chat import ChatTemplate
 from trioserve.config import Config, ModelConfig, check_adapter_file, check_model_file
 from trioserve.engine.gguf import HeaderError
 from trioserve.engine.lora_file import inspect_adapters
@@ -28,6 +27,8 @@ def check_model(model: ModelConfig) -> None:
         check_adapter_file(adapter.path)
     if model.chat_template is None:
         return
+    from trioserve.chat import ChatTemplate  # and with it Jinja, which most configurations have no use for
+
     try:
         ChatTemplate(model.chat_template, bos_token="", eos_token="")
     except ChatTemplateError as error:
