@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from trioserve.engine.base import Constraint, ConstraintError, ConstraintKind
 from trioserve.engine.llama.vocabulary import Vocabulary
+from trioserve.engine.schemas import enforceable
 
 _COMPILED = 16  # grammars that are kept for the next request with the same one,
 _COMPILED_CHARACTERS = (
@@ -29,10 +31,13 @@ _BITS = 32
 # llguidance compiles by recursion, some kilobytes for each reference of a chain, and an overflow ends the process: room
 # for a source of a megabyte that is nothing but such a chain. Only what is used of it takes memory.
 _DEEP_STACK = 512 * 1024 * 1024
-_LAYOUT_OPTIONS = {"whitespace_flexible", "item_separator", "key_separator"}
+_LAYOUTS = {"whitespace_flexible": (True, False), "item_separator": (",", ", "), "key_separator": (":", ": ")}
 _OWN_OPTIONS = "x-guidance"  # where a schema could tell llguidance to ignore what it can't honour
 # Between the parts of JSON: enough to lay it out, too little to go on for ever, as small models do where they may.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}
+# Without \u: a name that is spelt with it would pass for one that the schema doesn't know.
+_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
+_INLINE_SCHEMA = re.compile("%json (.*)")  # in our grammars each has a line of its own
 _deep_stack_lock = threading.Lock()
 Result = TypeVar("Result")
 
@@ -165,21 +170,23 @@ def _grammar(constraint: Constraint) -> str:
         return str(LLMatcher.grammar_from_json_schema(_plain(constraint.source), defaults=_JSON_OPTIONS))
     if constraint.kind is ConstraintKind.REGEX:
         return str(LLMatcher.grammar_from_regex(constraint.source))
-    source = constraint.source
     if constraint.kind is ConstraintKind.GBNF:
-        source = gbnf_to_lark(source)
+        return str(LLMatcher.grammar_from_lark(gbnf_to_lark(constraint.source)))
+    source = _INLINE_SCHEMA.sub(lambda found: f"%json {_plain(found[1])}", constraint.source)
     return str(LLMatcher.grammar_from_lark(source))
 
 
 def _plain(source: str) -> str:
     """A schema as llguidance takes it: an object, with no options of llguidance's own but those of layout."""
     schema = json.loads(source)
-    if isinstance(schema, bool):
-        return "{}" if schema else '{"enum":[]}'
-    options = schema.get(_OWN_OPTIONS, {})
-    if not (isinstance(options, dict) and options.keys() <= _LAYOUT_OPTIONS):
+    if not isinstance(schema, dict):
+        schema = {} if schema is True else {"enum": []}
+    options = schema.pop(_OWN_OPTIONS, {})
+    if not (isinstance(options, dict) and all(value in _LAYOUTS.get(name, ()) for name, value in options.items())):
         raise ConstraintError(f"Unimplemented keys: {_OWN_OPTIONS}")
-    return source
+    made = enforceable(schema)
+    assert isinstance(made, dict), "what goes in as an object comes out as one"
+    return json.dumps({**made, _OWN_OPTIONS: {**options, **_ESCAPES}})
 
 
 def _with_deep_stack(function: Callable[[], Result]) -> Result:
