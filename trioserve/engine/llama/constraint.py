@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import llama_cpp
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.engine.base import Constraint, ConstraintError, ConstraintKind
+from trioserve.engine.llama.triggered import Triggered
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.schemas import enforceable
 
@@ -37,7 +38,9 @@ _OWN_OPTIONS = "x-guidance"  # where a schema could tell llguidance to ignore wh
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}
 # Without \u: a name that is spelt with it would pass for one that the schema doesn't know.
 _ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
-_INLINE_SCHEMA = re.compile("%json (.*)")  # in our grammars each has a line of its own
+# In our grammars each of these has a line of its own.
+_INLINE_SCHEMA = re.compile("%json (.*)")
+_MARK = re.compile(r'^(mark_\w+: )(".*")$', re.MULTILINE)
 _deep_stack_lock = threading.Lock()
 Result = TypeVar("Result")
 
@@ -83,6 +86,10 @@ class Matcher:
         self._matcher.consume_token(token)
         self._check()
 
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Take note of tokens that were chosen already; False where they may not stand here, and all is lost."""
+        return bool(self._matcher.try_consume_tokens(list(tokens)) == len(tokens))
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise _reason(self._matcher)
@@ -112,7 +119,7 @@ class Constraints:
                 return
         compiled = self._compile(constraint)
         # What allows nothing at all shows at its first step.
-        Matcher(compiled.deep_copy(), self._vocabulary.size).restrict(np.zeros(self._vocabulary.size, np.float32))
+        self._start(compiled).restrict(np.zeros(self._vocabulary.size, np.float32))
         with self._lock:
             self._compiled[constraint] = compiled
             while len(self._compiled) > 1 and (
@@ -121,13 +128,20 @@ class Constraints:
             ):
                 self._compiled.popitem(last=False)
 
-    def matcher(self, constraint: Constraint) -> Matcher:
+    def matcher(self, constraint: Constraint) -> Matcher | Triggered:
         """Start over with a grammar; see ``check`` for the errors."""
         self.check(constraint)
         with self._lock:
             compiled = self._compiled.get(constraint)
         if compiled is None:  # so many others came in between
             compiled = self._compile(constraint)
+        if not constraint.trigger:
+            return self._start(compiled)
+        trigger, vocabulary = constraint.trigger.encode(), self._vocabulary
+        start = functools.partial(self._start, compiled)
+        return Triggered(trigger, start, vocabulary.text_piece, self._tokenizer.tokenize_bytes)
+
+    def _start(self, compiled: Any) -> Matcher:
         return Matcher(compiled.deep_copy(), self._vocabulary.size)
 
     def _compile(self, constraint: Constraint) -> Any:
@@ -135,7 +149,9 @@ class Constraints:
 
         tokenizer = self._tokenizer
         try:
-            matcher = _with_deep_stack(lambda: llguidance.LLMatcher(tokenizer, _grammar(constraint), log_level=0))
+            matcher = _with_deep_stack(
+                lambda: llguidance.LLMatcher(tokenizer, _grammar(constraint, self._vocabulary), log_level=0)
+            )
         except Exception as error:
             raise ConstraintError(_first_line(str(error))) from None
         if matcher.is_error():
@@ -161,8 +177,13 @@ class Constraints:
         )
 
 
-def _grammar(constraint: Constraint) -> str:
-    """A constraint in llguidance's own form."""
+def _grammar(constraint: Constraint, vocabulary: Vocabulary) -> str:
+    """A constraint in llguidance's own form.
+
+    Arguments:
+        constraint: in its own language.
+        vocabulary: of the model.
+    """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -173,7 +194,12 @@ def _grammar(constraint: Constraint) -> str:
     if constraint.kind is ConstraintKind.GBNF:
         return str(LLMatcher.grammar_from_lark(gbnf_to_lark(constraint.source)))
     source = _INLINE_SCHEMA.sub(lambda found: f"%json {_plain(found[1])}", constraint.source)
-    return str(LLMatcher.grammar_from_lark(source))
+    return str(LLMatcher.grammar_from_lark(_MARK.sub(lambda found: found[0] + _or_token(found[2], vocabulary), source)))
+
+
+def _or_token(literal: str, vocabulary: Vocabulary) -> str:
+    token = vocabulary.marks.get(json.loads(literal).encode())
+    return "" if token is None else f" | <[{token}]>"
 
 
 def _plain(source: str) -> str:
