@@ -30,6 +30,7 @@ def said(weights, constraint, seed, **fields):
 def test_after_each_marker_the_grammar_holds_and_before_it_nothing(tiny, seed):
     got = said(tiny, after("b", 'start: "XY" | "Z!" | "o"'), seed, ignore_eos=True)
     assert got.reason is FinishReason.LENGTH
+    assert EOS not in got.tokens
     assert len(re.findall("b", got.text)) > 3
     # Where a token says more than the marker, that is what follows.
     assert not re.search("b(?!XY|Z!|[aeiou])..", got.text)

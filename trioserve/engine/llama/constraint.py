@@ -169,12 +169,15 @@ class Constraints:
             for token in range(vocabulary.size)
         ]
         tokenize = ctypes.cast(llama_cpp.llama_cpp._lib.llama_tokenize, ctypes.c_void_p).value
-        return llguidance.LLTokenizer.from_llamacpp(
+        # Each of these calls keeps all other threads waiting, so there are two of half the length.
+        tokenizer = llguidance.LLTokenizer.from_llamacpp(
             tokens=tokens,
             vocab_ptr=vocabulary.pointer,
             tokenize_fptr=tokenize,
             eos_token=list(vocabulary.end_tokens) or None,
+            slices=[],
         )
+        return tokenizer.with_slices(tokenizer.general_slices())
 
 
 def _grammar(constraint: Constraint, vocabulary: Vocabulary) -> str:
