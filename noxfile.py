@@ -124,6 +124,12 @@ def bench_start(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_forms(session: nox.Session) -> None:
+    """What it costs that answers keep to a form: nox -s bench_forms -- MODEL.gguf [--tokens 96] [--rounds 7]."""
+    run(session, "tests.benchmarks.forms", *session.posargs)
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
     """Slow and dead clients, three ways: nox -s faults -- --ways serve --faults "stops reading"."""
     with session.chdir(ROOT / "tests"):

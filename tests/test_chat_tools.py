@@ -8,7 +8,17 @@ import jsonschema
 import llguidance
 import pytest
 
-from trioserve.chat import CHATML_TEMPLATE, ChatTemplate, Expected, Tool, ToolUse, normalise_messages, render_chat
+from trioserve.chat import (
+    CHATML_TEMPLATE,
+    Arguments,
+    CallBegun,
+    ChatTemplate,
+    Expected,
+    Tool,
+    ToolUse,
+    normalise_messages,
+    render_chat,
+)
 from trioserve.chat.dialects import GENERIC, HERMES, LLAMA, MISTRAL
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -164,6 +174,47 @@ def test_an_answer_without_native_calls_is_text_or_calls():
 def test_where_nothing_is_required_native_calls_are_free(dialect):
     assert (Expected(False, USE, dialect).grammar("") is None) is (dialect is not GENERIC)
     assert Expected(False, None, dialect).grammar("") is None
+
+
+@pytest.mark.parametrize(
+    ("dialect", "good", "bad"),
+    [
+        (
+            HERMES,
+            [
+                '\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>',
+                '{"name": "time", "arguments": {}}</tool_call>',
+            ],
+            ['\n{"name": "other", "arguments": {}}\n</tool_call>', '{"name": "time", "arguments": {}}', "Well", ""],
+        ),
+        (
+            LLAMA,
+            ['{"name": "weather", "parameters": {"city": "Bonn"}}'],
+            ['{"name": "weather", "parameters": {}}', "print(5)"],
+        ),
+        (
+            MISTRAL,
+            [' [{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "Bonn", "days": 1}}]'],
+            ["[]", '[{"name": "weather", "arguments": {"city": 5}}]', '[{"name": "time", "arguments": {}}'],
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_follows_the_word_for_a_call(dialect, good, bad):
+    grammar = dialect.triggered(USE)
+    assert all(accepts(grammar, text) for text in good)
+    assert not any(accepts(grammar, text) for text in bad)
+    hidden = "" if dialect is MISTRAL else dialect.trigger  # a control token, which is no part of the text
+    for text in good:
+        reader = dialect.read(dialect, USE)
+        events = [*reader.feed(hidden + text), *reader.finish()]
+        assert [type(event) for event in events[:2]] == [CallBegun, Arguments]
+
+
+def test_a_list_of_calls_has_one_where_there_may_be_no_more():
+    two = '[{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]'
+    assert accepts(MISTRAL.triggered(USE), two)
+    assert not accepts(MISTRAL.triggered(ToolUse(USE.tools, parallel=False)), two)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import trio
 from http_harness import CHAT, assert_error, chat, running
 from tiny_models import smollm2
 
+from trioserve.chat import CHATML_TEMPLATE
 from trioserve.engine.llama import LlamaEngine
 from trioserve.testing import FakeEngine
 
@@ -179,6 +180,22 @@ async def test_required_calls_are_calls_with_valid_arguments():
         refused = await server.call(CHAT, {**ASKING, "tools": [*TOOLS, bad]})
         error = assert_error(refused, 400, "invalid_request_error", param="tools[2].function.parameters")
         assert "not" in error["message"]
+
+
+async def test_a_call_that_was_not_required_is_whole_and_valid():
+    broken = '<tool_call>\n{"name": "clock", "arguments": {"zone": 5, }\n</tool_call>'
+    turns = [{"role": "user", "content": "Ask."}, {"role": "assistant", "content": broken}]
+    body = {**ASKING, "messages": [*turns, *turns, *turns, turns[0]], "tools": TOOLS[:1], "max_tokens": 60}
+    template = "{# tools <tool_call> #}" + CHATML_TEMPLATE
+    models = [{"path": str(smollm2()), "n_ctx": 1024, "threads": 1, "chat_template": template}]
+    async with running(LlamaEngine(), models=models) as server:
+        (choice,) = (await server.call(CHAT, body)).json["choices"]
+        free = (await server.call(CHAT, {**body, "tool_choice": "none"})).json["choices"][0]
+    assert free["message"]["content"] == broken
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
 
 
 async def test_the_client_of_openai_accumulates_a_streamed_call():

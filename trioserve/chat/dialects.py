@@ -38,6 +38,7 @@ class Dialect:
         native: the template shows the tools, and calls of earlier turns.
         free_text: a grammar for text that is no call, where there has to be one.
         prefix: what a prompt ends with where calls are required: a control token, which is no text to a grammar.
+        trigger: the model's own word for a call to come, where that can't be anything else.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Dialect:
     native: bool = True
     free_text: str | None = None
     prefix: str = ""
+    trigger: str = ""
 
     def enforces(self, use: ToolUse) -> bool:
         """Whether answers are held to a grammar."""
@@ -65,7 +67,7 @@ class Dialect:
             use: of the tools.
             thoughts: what may come first: ``OPENED`` or ``OPTIONAL``.
         """
-        calls = [f"call_{index}" for index in range(len(use.callable))]
+        calls = _rules(use)
         more = f" ({_literal(self.separator)} call){{0,{MAX_CALLS - 1}}}" if use.several else ""
         opening, closing = (f"{_literal(text)} " if text else "" for text in (self.opening, self.closing))
         free = None if use.required else self.free_text
@@ -76,10 +78,33 @@ class Dialect:
         ]
         lines += [f"FREE: {free}"] if free else []
         lines += _THOUGHT if thoughts else []
-        for rule, tool in zip(calls, use.callable, strict=True):
+        return "\n".join([*lines, *self._tools(use)]) + "\n"
+
+    def triggered(self, use: ToolUse) -> str:
+        """Return a grammar for what follows the trigger, in Lark: one call, or a list where the dialect has lists.
+
+        A rule whose name begins with ``mark_`` is a text that may be a token of its own.
+        """
+        if self.opening == "[":
+            more = f'("," SPACE call){{0,{MAX_CALLS - 1}}} ' if use.several else ""
+            calls = f'"[" call {more}"]"'
+        else:
+            calls = "call SPACE mark_closing" if self.closing else "call"
+        lines = [f"start: SPACE {calls}", r"SPACE: /\s{0,4}/", f"call: {' | '.join(_rules(use))}"]
+        lines += [f"mark_closing: {_literal(self.closing.strip())}"]
+        return "\n".join([*lines, *self._tools(use)]) + "\n"
+
+    def _tools(self, use: ToolUse) -> list[str]:
+        """Rules for a call of each tool."""
+        lines = []
+        for rule, tool in zip(_rules(use), use.callable, strict=True):
             head = _literal(f'{{"name": "{tool.name}", "{self.arguments}": ')
             lines += [f'{rule}: {head} {rule}_arguments "}}"', f"{rule}_arguments: %json {tool.schema}"]
-        return "\n".join(lines) + "\n"
+        return lines
+
+
+def _rules(use: ToolUse) -> list[str]:
+    return [f"call_{index}" for index in range(len(use.callable))]
 
 
 def _literal(text: str) -> str:
@@ -119,11 +144,18 @@ def _limit(use: ToolUse) -> int | None:
 
 
 HERMES = Dialect(
-    "hermes", "<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>", "arguments", read=_marked
+    "hermes",
+    "<tool_call>\n",
+    "\n</tool_call>\n<tool_call>\n",
+    "\n</tool_call>",
+    "arguments",
+    read=_marked,
+    trigger="<tool_call>",
 )
-LLAMA = Dialect("llama", "", "; ", "", "parameters", read=_after_tag)
+# A brace alone may as well begin an answer in JSON.
+LLAMA = Dialect("llama", "", "; ", "", "parameters", read=_after_tag, trigger="<|python_tag|>")
 # Control tokens are no part of an answer's text, so a call without its marker has to be one too.
-MISTRAL = Dialect("mistral", "[", ", ", "]", "arguments", read=_in_list, prefix="[TOOL_CALLS]")
+MISTRAL = Dialect("mistral", "[", ", ", "]", "arguments", read=_in_list, prefix="[TOOL_CALLS]", trigger="[TOOL_CALLS]")
 GENERIC = Dialect(
     "generic",
     '{"tool_calls": [',

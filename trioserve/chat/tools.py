@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Each value in one place and in one layout: small models would lay JSON out for ever.
 _LAYOUT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -25,6 +25,11 @@ class Tool:
     name: str
     parameters: Mapping[str, object] | None
     given: Mapping[str, object]
+
+    @property
+    def loosened(self) -> Tool:
+        """The same tool, with arguments that may be any object."""
+        return replace(self, parameters={"additionalProperties": True})
 
     @property
     def schema(self) -> str:

@@ -134,10 +134,13 @@ class Constraint:
         kind: the language.
         source: a JSON Schema as JSON; a regular expression for the whole answer, without look-around and
             back-references; a Lark grammar with a rule ``start``; or a GBNF grammar with a rule ``root``.
+        trigger: a text after which it holds, up to its end and as often as the answer says that; without one it holds
+            for the whole answer.
     """
 
     kind: ConstraintKind
     source: str
+    trigger: str = ""
 
 
 class ConstraintError(ValueError):

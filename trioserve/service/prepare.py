@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import trio
 
-from trioserve.chat import ChatTemplate, Expected, ToolUse, default_template, normalise_messages, render_chat
+from trioserve.chat import ChatTemplate, Expected, default_template, normalise_messages, render_chat
 from trioserve.config import ModelConfig
 from trioserve.engine.base import (
     Constraint,
-    ConstraintError,
-    ConstraintKind,
     EmbeddingInput,
     SequenceRequest,
     Task,
@@ -25,6 +23,7 @@ from trioserve.engine.sampling import Sampling
 from trioserve.errors import ContextLengthError, InvalidRequestError, TrioserveError, WrongTaskError
 from trioserve.runtime.pool import Pool
 from trioserve.service.events import Failure
+from trioserve.service.forms import constraint_of
 from trioserve.service.requests import (
     BatchRequest,
     ChatPrompt,
@@ -241,7 +240,7 @@ def prepare(pool: Pool, request: GenerationRequest) -> tuple[SequenceRequest, Ex
     prompt, expected = (_with_suffix(pool, request), None) if request.suffix else _tokens(pool, request)
     _check_length(len(prompt), pool, request)
     _check_biases(request.sampling, pool.weights.vocab_size)
-    constraint = _constraint(pool, request, expected)
+    constraint = constraint_of(request, expected, pool.weights, lambda: _template(pool).source)
     sequence = SequenceRequest(
         prompt=prompt,
         max_tokens=request.max_tokens or pool.n_ctx,
@@ -376,33 +375,6 @@ def _check_biases(sampling: Sampling, vocab_size: int) -> None:
                 f"logit_bias: token {token} is none of this model's, which go from 0 to {vocab_size - 1}",
                 param="logit_bias",
             )
-
-
-def _constraint(pool: Pool, request: GenerationRequest, expected: Expected | None) -> Constraint | None:
-    """The form of the answer, which can be followed: that of calls, or the one that was asked for."""
-    if expected is not None and (grammar := expected.grammar(_template(pool).source)) is not None:
-        constraint, name = Constraint(ConstraintKind.LARK, grammar), "tools"
-    elif request.constraint is not None:
-        constraint, name = request.constraint, request.constraint_field
-    else:
-        return None
-    try:
-        pool.weights.check_constraint(constraint)
-    except ConstraintError as error:
-        if expected is not None and expected.use is not None:
-            _check_parameters(expected.use, pool.weights)
-        raise InvalidRequestError(f"{name} can't be honoured: {error}", param=name) from None
-    return constraint
-
-
-def _check_parameters(use: ToolUse, weights: Weights) -> None:
-    """Say which tool it is whose parameters can't be followed."""
-    for index, tool in enumerate(use.tools):
-        try:
-            weights.check_constraint(Constraint(ConstraintKind.JSON_SCHEMA, tool.schema))
-        except ConstraintError as error:
-            name = f"tools[{index}].function.parameters"
-            raise InvalidRequestError(f"{name} can't be honoured: {error}", param=name) from None
 
 
 def _template(pool: Pool) -> ChatTemplate:

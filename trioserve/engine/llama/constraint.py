@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import llama_cpp
@@ -19,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.engine.base import Constraint, ConstraintError, ConstraintKind
+from trioserve.engine.llama.triggered import Triggered
 from trioserve.engine.llama.vocabulary import Vocabulary
+from trioserve.engine.schemas import enforceable
 
 _COMPILED = 16  # grammars that are kept for the next request with the same one,
 _COMPILED_CHARACTERS = (
@@ -29,10 +32,15 @@ _BITS = 32
 # llguidance compiles by recursion, some kilobytes for each reference of a chain, and an overflow ends the process: room
 # for a source of a megabyte that is nothing but such a chain. Only what is used of it takes memory.
 _DEEP_STACK = 512 * 1024 * 1024
-_LAYOUT_OPTIONS = {"whitespace_flexible", "item_separator", "key_separator"}
+_LAYOUTS = {"whitespace_flexible": (True, False), "item_separator": (",", ", "), "key_separator": (":", ": ")}
 _OWN_OPTIONS = "x-guidance"  # where a schema could tell llguidance to ignore what it can't honour
 # Between the parts of JSON: enough to lay it out, too little to go on for ever, as small models do where they may.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"}
+# Without \u: a name that is spelt with it would pass for one that the schema doesn't know.
+_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
+# In our grammars each of these has a line of its own.
+_INLINE_SCHEMA = re.compile("%json (.*)")
+_MARK = re.compile(r'^(mark_\w+: )(".*")$', re.MULTILINE)
 _deep_stack_lock = threading.Lock()
 Result = TypeVar("Result")
 
@@ -78,6 +86,10 @@ class Matcher:
         self._matcher.consume_token(token)
         self._check()
 
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Take note of tokens that were chosen already; False where they may not stand here, and all is lost."""
+        return bool(self._matcher.try_consume_tokens(list(tokens)) == len(tokens))
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise _reason(self._matcher)
@@ -107,7 +119,7 @@ class Constraints:
                 return
         compiled = self._compile(constraint)
         # What allows nothing at all shows at its first step.
-        Matcher(compiled.deep_copy(), self._vocabulary.size).restrict(np.zeros(self._vocabulary.size, np.float32))
+        self._start(compiled).restrict(np.zeros(self._vocabulary.size, np.float32))
         with self._lock:
             self._compiled[constraint] = compiled
             while len(self._compiled) > 1 and (
@@ -116,13 +128,20 @@ class Constraints:
             ):
                 self._compiled.popitem(last=False)
 
-    def matcher(self, constraint: Constraint) -> Matcher:
+    def matcher(self, constraint: Constraint) -> Matcher | Triggered:
         """Start over with a grammar; see ``check`` for the errors."""
         self.check(constraint)
         with self._lock:
             compiled = self._compiled.get(constraint)
         if compiled is None:  # so many others came in between
             compiled = self._compile(constraint)
+        if not constraint.trigger:
+            return self._start(compiled)
+        trigger, vocabulary = constraint.trigger.encode(), self._vocabulary
+        start = functools.partial(self._start, compiled)
+        return Triggered(trigger, start, vocabulary.text_piece, self._tokenizer.tokenize_bytes)
+
+    def _start(self, compiled: Any) -> Matcher:
         return Matcher(compiled.deep_copy(), self._vocabulary.size)
 
     def _compile(self, constraint: Constraint) -> Any:
@@ -130,7 +149,9 @@ class Constraints:
 
         tokenizer = self._tokenizer
         try:
-            matcher = _with_deep_stack(lambda: llguidance.LLMatcher(tokenizer, _grammar(constraint), log_level=0))
+            matcher = _with_deep_stack(
+                lambda: llguidance.LLMatcher(tokenizer, _grammar(constraint, self._vocabulary), log_level=0)
+            )
         except Exception as error:
             raise ConstraintError(_first_line(str(error))) from None
         if matcher.is_error():
@@ -148,16 +169,24 @@ class Constraints:
             for token in range(vocabulary.size)
         ]
         tokenize = ctypes.cast(llama_cpp.llama_cpp._lib.llama_tokenize, ctypes.c_void_p).value
-        return llguidance.LLTokenizer.from_llamacpp(
+        # Each of these calls keeps all other threads waiting, so there are two of half the length.
+        tokenizer = llguidance.LLTokenizer.from_llamacpp(
             tokens=tokens,
             vocab_ptr=vocabulary.pointer,
             tokenize_fptr=tokenize,
             eos_token=list(vocabulary.end_tokens) or None,
+            slices=[],
         )
+        return tokenizer.with_slices(tokenizer.general_slices())
 
 
-def _grammar(constraint: Constraint) -> str:
-    """A constraint in llguidance's own form."""
+def _grammar(constraint: Constraint, vocabulary: Vocabulary) -> str:
+    """A constraint in llguidance's own form.
+
+    Arguments:
+        constraint: in its own language.
+        vocabulary: of the model.
+    """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -165,21 +194,28 @@ def _grammar(constraint: Constraint) -> str:
         return str(LLMatcher.grammar_from_json_schema(_plain(constraint.source), defaults=_JSON_OPTIONS))
     if constraint.kind is ConstraintKind.REGEX:
         return str(LLMatcher.grammar_from_regex(constraint.source))
-    source = constraint.source
     if constraint.kind is ConstraintKind.GBNF:
-        source = gbnf_to_lark(source)
-    return str(LLMatcher.grammar_from_lark(source))
+        return str(LLMatcher.grammar_from_lark(gbnf_to_lark(constraint.source)))
+    source = _INLINE_SCHEMA.sub(lambda found: f"%json {_plain(found[1])}", constraint.source)
+    return str(LLMatcher.grammar_from_lark(_MARK.sub(lambda found: found[0] + _or_token(found[2], vocabulary), source)))
+
+
+def _or_token(literal: str, vocabulary: Vocabulary) -> str:
+    token = vocabulary.marks.get(json.loads(literal).encode())
+    return "" if token is None else f" | <[{token}]>"
 
 
 def _plain(source: str) -> str:
     """A schema as llguidance takes it: an object, with no options of llguidance's own but those of layout."""
     schema = json.loads(source)
-    if isinstance(schema, bool):
-        return "{}" if schema else '{"enum":[]}'
-    options = schema.get(_OWN_OPTIONS, {})
-    if not (isinstance(options, dict) and options.keys() <= _LAYOUT_OPTIONS):
+    if not isinstance(schema, dict):
+        schema = {} if schema is True else {"enum": []}
+    options = schema.pop(_OWN_OPTIONS, {})
+    if not (isinstance(options, dict) and all(value in _LAYOUTS.get(name, ()) for name, value in options.items())):
         raise ConstraintError(f"Unimplemented keys: {_OWN_OPTIONS}")
-    return source
+    made = enforceable(schema)
+    assert isinstance(made, dict), "what goes in as an object comes out as one"
+    return json.dumps({**made, _OWN_OPTIONS: {**options, **_ESCAPES}})
 
 
 def _with_deep_stack(function: Callable[[], Result]) -> Result:

@@ -128,7 +128,7 @@ class DecodeCore:
             request.prompt,
             self._n_ctx,
             # A grammar decides for itself when an answer may end.
-            self._vocabulary.end_tokens if request.ignore_eos and request.constraint is None else (),
+            self._vocabulary.end_tokens if request.ignore_eos and not _is_held(request) else (),
             request.logprobs,
             None if request.constraint is None else self._constraints.matcher(request.constraint),
         )
@@ -326,3 +326,8 @@ def _piece(pending: int, chunk: int, room: int) -> int:
     if count == pending - 1 > 2:
         count -= 1
     return 0 if count == 1 < min(pending, chunk) else count
+
+
+def _is_held(request: SequenceRequest) -> bool:
+    """Whether the whole answer has a form."""
+    return request.constraint is not None and not request.constraint.trigger

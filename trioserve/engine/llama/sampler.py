@@ -14,6 +14,7 @@ import numpy.typing as npt
 from trioserve.engine.base import ConstraintError, Likelihood, TokenLogprob
 from trioserve.engine.llama.constraint import Matcher
 from trioserve.engine.llama.context import Context
+from trioserve.engine.llama.triggered import Triggered
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.sampling import Dry, Sampling
 
@@ -45,7 +46,7 @@ class Sampler:
         n_ctx: int,
         banned: Sequence[int] = (),
         logprobs: int | None = None,
-        matcher: Matcher | None = None,
+        matcher: Matcher | Triggered | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llama_cpp
@@ -91,6 +91,11 @@ class Vocabulary:
     def end_tokens(self) -> Sequence[int]:
         """All tokens that end an answer, in rising order."""
         return [token for token in range(self.size) if self.ends_generation(token)]
+
+    @functools.cached_property
+    def marks(self) -> Mapping[bytes, int]:
+        """The tokens that are no text, by what they look like."""
+        return {self.text_piece(token): token for token in range(self.size) if self.is_control(token)}
 
     @functools.cached_property
     def longest_piece(self) -> int:
