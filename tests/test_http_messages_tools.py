@@ -260,6 +260,7 @@ async def test_the_prompt_is_that_of_the_chat(prompts, template, turns, chat_tur
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "a"}
+HUGE = float("inf")  # spelled as a number
 IMAGE = {"type": "image", "source": {"type": "url", "url": "a"}}
 
 
@@ -299,6 +300,7 @@ def answered(**fields):
         (said({**USE, "id": 5}), "messages[1].content[0].id: must be a string"),
         (said({**USE, "name": None}), "messages[1].content[0].name: must be a string"),
         (said({**USE, "input": "{}"}), "messages[1].content[0].input: must be an object"),
+        (said({**USE, "input": {"a": HUGE}}), "messages[1].content[0].input: must hold finite numbers only"),
         (said({**USE, "input": {"a": "\ud800"}}), "messages[1].content[0].input: must not contain lone surrogates"),
         (said({**USE, "name": "\ud800"}), "messages[1].content[0].name: must not contain lone surrogates"),
         (said({"type": "thinking"}), "messages[1].content[0].thinking: must be a string"),
@@ -313,9 +315,10 @@ def answered(**fields):
     ],
 )
 async def test_what_is_wrong_is_named(fields, message):
+    sent = json.dumps(body(**{"tools": [TOOL], **fields})).replace("Infinity", "1e999").encode()
     async with running() as server:
         for route in (MESSAGES, COUNT):
-            reply = await server.call(route, body(**{"tools": [TOOL], **fields}))
+            reply = await server.call(route, sent)
             assert assert_error(reply, 400, "invalid_request_error").startswith(message)
         assert server.service.tally().active == 0
 

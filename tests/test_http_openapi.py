@@ -538,6 +538,7 @@ BEYOND_SCHEMAS = (
     "is none of the tools",
     "is of no",
     "lone surrogates",
+    "finite numbers",
     "but this is a request to",
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from http_harness import CHAT, assert_error, running
 from test_http_messages_tools import CHAT_CALLED, CHAT_TOOLS, TEMPLATE, answering
@@ -149,7 +151,7 @@ async def test_what_was_asked_for_is_told_again():
         told = (await server.call(RESPONSES, body(tool_choice={**NAMED, "more": 1}))).json
         plain = (await server.call(RESPONSES, body(tools=None, tool_choice=None, parallel_tool_calls=None))).json
     assert told["tools"] == [TOOLS[0], {**TOOLS[1], "description": None, "strict": None}]
-    assert told["tool_choice"] == {**NAMED, "more": 1}
+    assert told["tool_choice"] == NAMED
     assert (plain["tools"], plain["tool_choice"], plain["parallel_tool_calls"]) == ([], "auto", True)
 
 
@@ -240,6 +242,7 @@ async def test_the_prompt_is_that_of_the_chat(prompts, template, items, turns):
 TOOL = {"type": "function", "name": "f"}
 CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "a", "output": "b"}
+HUGE = float("inf")  # spelled as a number
 IMAGE = {"type": "input_image", "image_url": "a"}
 
 
@@ -258,6 +261,8 @@ IMAGE = {"type": "input_image", "image_url": "a"}
         ({"tools": [{**TOOL, "parameters": "{}"}]}, "tools[0].parameters"),
         ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
         ({"tools": [{**TOOL, "description": "\ud800"}]}, "tools"),
+        ({"tools": [{**TOOL, "parameters": {"maximum": HUGE}}]}, "tools"),
+        ({"tools": [], "text": {"format": {"type": "text", "more": HUGE}}}, "text.format"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}}, "tool_choice"),
@@ -282,7 +287,8 @@ IMAGE = {"type": "input_image", "image_url": "a"}
 )
 async def test_what_is_wrong_is_named(fields, param):
     async with running() as server:
-        reply = await server.call(RESPONSES, body(**{"tools": [TOOL], **fields}))
+        sent = json.dumps(body(**{"tools": [TOOL], **fields})).replace("Infinity", "1e999").encode()
+        reply = await server.call(RESPONSES, sent)
         assert_error(reply, 400, "invalid_request_error", param=param)
         assert server.service.tally().active == 0
 

@@ -52,7 +52,7 @@ class ResponseShape:
             "store": False,
             "temperature": 1 if body.temperature is None else body.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
+            "tool_choice": _choice(body.tool_choice),
             "tools": [_tool(given) for given in body.tools or ()],
             "top_p": 1 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -110,6 +110,10 @@ def part(kind: BlockKind, text: str) -> Json:
 def status_of(done: Done) -> str:
     """How an answer ended; so did its last item."""
     return "incomplete" if done.finish_reason is FinishReason.LENGTH else "completed"
+
+
+def _choice(given: Any) -> Any:
+    return {"type": "function", "name": given["name"]} if isinstance(given, dict) else given or "auto"
 
 
 def _tool(given: Json) -> Json:

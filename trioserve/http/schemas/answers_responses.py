@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from trioserve.http.schemas.responses import Answer, ErrorObject
 
@@ -108,8 +108,6 @@ class FunctionTool(Answer):
 
 class FunctionChoice(Answer):
     """The one tool that is to be called."""
-
-    model_config = ConfigDict(extra="allow", defer_build=True)
 
     type: Literal["function"]
     name: str

@@ -5,6 +5,7 @@ Source of the format: OpenAI's documentation of the Responses API.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
@@ -62,6 +63,17 @@ class TextOptions(Schema):
     format: Annotated[Any, WithJsonSchema(_FORMAT)] = Field(
         None, description="The form of the answer: text, json_object, or json_schema with a schema."
     )
+
+    @field_validator("format")
+    @classmethod
+    def _can_be_told_again(cls, value: Any) -> Any:
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError("must hold finite numbers only") from None
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
+        return value
 
 
 class ResponsesRequest(HonestSchema):

@@ -267,9 +267,11 @@ def _parameters(value: object, path: str, spelling: Spelling) -> Mapping[str, An
 
 
 def _check_text(tools: list[Any]) -> None:
-    """Refuse what is too much, and half characters, which no template can write."""
+    """Refuse what is too much, and what can't be written: half characters, and numbers beyond all bounds."""
     try:
-        text = json.dumps(tools, ensure_ascii=False)
+        text = json.dumps(tools, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise _wrong("tools", "must hold finite numbers only") from None
     except RecursionError:  # a body may be nested a little deeper than what is written from further down the stack
         raise _wrong("tools", "is nested too deeply") from None
     if len(text) > MAX_CHARACTERS:

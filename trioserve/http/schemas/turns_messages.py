@@ -129,10 +129,12 @@ def _arguments(value: object, path: str) -> str:
     if not isinstance(value, dict):
         raise wrong(path, "must be an object")
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except RecursionError:
         raise wrong(path, "is nested too deeply") from None
     except UnicodeEncodeError:
         raise wrong(path, "must not contain lone surrogates") from None
+    except ValueError:
+        raise wrong(path, "must hold finite numbers only") from None
     return text
