@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.chat import AnswerParser, Expected, Tool, ToolUse
 from trioserve.chat.dialects import GENERIC, HERMES
+from trioserve.engine.base import FinishReason
 from trioserve.http.blocks import BlockKind, Blocks, Closed, Grown, Opened
+from trioserve.http.messages import MessageStream
+from trioserve.http.responses_api import ResponseShape, ResponseStream
+from trioserve.http.schemas.responses_api import ResponsesRequest
+from trioserve.service import Done, TextDelta, Usage
+from trioserve.service.events import Timings
 
 TOOLS = [Tool("f", None, {}), Tool("g", None, {})]
 CALL_F = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -69,3 +77,29 @@ def test_the_beginning_of_a_call_that_is_not_named_yet_is_nothing():
     assert answer.feed('{"tool_calls": [{"na') == []
     assert [type(step) for step in answer.finish()] == [Opened, Closed]
     assert told(answer) == [("words", "", "")]
+
+
+class Slow:
+    """A generation whose every letter arrives alone."""
+
+    id, created, model, prompt_tokens = "a", 1, "fake", 1
+    expected: ClassVar = {0: Expected(thinking=False, use=None, dialect=GENERIC)}
+
+    def __init__(self, text):
+        ending = Done(FinishReason.STOP, Usage(1, len(text)), Timings(0, 0, 0, 0))
+        self.parts = [[TextDelta(letter)] for letter in text] + [[ending]]
+
+    async def next_parts(self):
+        return self.parts.pop(0) if self.parts else []
+
+
+@pytest.mark.parametrize("dialect", ["messages", "responses"])
+async def test_text_that_is_held_back_ends_no_stream(dialect):
+    generation = Slow("<think>Hm</think>Yes")
+    shape = ResponseShape(generation, ResponsesRequest.parse({"input": "hi"}))
+    stream = MessageStream(generation) if dialect == "messages" else ResponseStream(generation, shape)
+    told = []
+    while frames := await stream.next_frames():
+        told.append(frames)
+    assert not generation.parts
+    assert (b"message_stop" if dialect == "messages" else b"response.completed") in told[-1]
