@@ -16,7 +16,7 @@ from trioserve.runtime.model import House, Model
 from trioserve.runtime.residency import Residency
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.service import open_service
-from trioserve.testing import FakeEngine
+from trioserve.testing import FakeEngine, FakeWeights
 
 SAFETY_SECONDS = 40  # only a hang meets it; longer than the gates' own
 HANG_SECONDS = 300  # for a whole test: then every thread's stack is printed and the run ends
@@ -45,6 +45,16 @@ def _ends_when_it_hangs(request):
     faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=request.config.stash[_stderr])
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The texts that fakes tokenise, in order."""
+    texts, tokenize = [], FakeWeights.tokenize
+    monkeypatch.setattr(
+        FakeWeights, "tokenize", lambda self, text, **how: texts.append(text) or tokenize(self, text, **how)
+    )
+    return texts
 
 
 @pytest.fixture

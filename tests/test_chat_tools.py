@@ -16,10 +16,12 @@ from trioserve.chat import (
     Expected,
     Tool,
     ToolUse,
+    history,
     normalise_messages,
     render_chat,
 )
 from trioserve.chat.dialects import GENERIC, HERMES, LLAMA, MISTRAL
+from trioserve.chat.history import with_spoken_tools
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 
@@ -107,6 +109,14 @@ def test_required_calls_of_a_model_with_a_control_token_begin_in_the_prompt():
     source = "{{ tools }}[TOOL_CALLS]{{ messages[0].content }}"
     assert rendered(source, USER, ToolUse(USE.tools, required=True)).endswith("How is it?[TOOL_CALLS]")
     assert rendered(source, USER, USE).endswith("How is it?")
+
+
+def test_each_call_of_a_turn_is_decoded_once(monkeypatch):
+    decoded = []
+    monkeypatch.setattr(history, "_decode", lambda arguments: decoded.append(arguments) or arguments)
+    many = [{"id": str(number), "function": {"name": "time", "arguments": "{}"}} for number in range(100)]
+    with_spoken_tools([{"role": "assistant", "content": "", "tool_calls": many}], None)
+    assert len(decoded) == 100
 
 
 # Grammars

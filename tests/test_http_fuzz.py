@@ -84,6 +84,11 @@ HOSTILE = {
     "200 lists": b"[" * 200 + b"]" * 200,
 }
 
+# What is tried inside of fields: one of each kind, and what is hard to encode.
+INSIDE = ["null", "true", "a text", "a fraction", "a list of lists", "an object of anything", "200 lists", "1e308"] + [
+    name for name in HOSTILE if "surrogate" in name
+]
+
 
 async def test_no_route_with_a_body_is_left_out():
     async with running() as server:
@@ -158,6 +163,74 @@ async def test_whatever_a_field_holds_is_taken_or_refused_by_name(route):
         sane = {"id": "fake", "slots": 1, "busy_timeout_ms": 30_000, "task": "generate"}
         assert (await client.call(LOAD, sane)).status == 200
         assert (await client.call(COMPLETIONS, completion())).text == expected()
+        await server.free()
+        assert server.service.tally().failed == 0
+
+
+# What stands inside of fields that the walk above takes for one value.
+TURNS = {
+    RESPONSES: {
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "d"}]},
+        ],
+        "tools": [
+            {"type": "function", "name": "f", "description": "a", "parameters": {"type": "object"}, "strict": True}
+        ],
+        "tool_choice": {"type": "function", "name": "f"},
+        "max_output_tokens": 8,
+    },
+    MESSAGES: {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "b", "signature": ""},
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c",
+                        "content": [{"type": "text", "text": "d"}],
+                        "is_error": True,
+                    }
+                ],
+            },
+        ],
+        "tools": [{"type": "custom", "name": "f", "description": "a", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        "max_tokens": 8,
+    },
+}
+
+
+def places(value, path=()):
+    """Paths of everything inside of a value."""
+    steps = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for step, inner in steps:
+        yield (*path, step)
+        yield from places(inner, (*path, step))
+
+
+@pytest.mark.parametrize("route", TURNS)
+async def test_whatever_stands_inside_of_turns_and_tools_is_taken_or_refused_by_name(route):
+    body = TURNS[route]
+    async with running(models=[{"n_ctx": 1024}]) as server, await server.connect() as client:
+        assert (await client.call(route, body)).status == 200
+        for path in places(body):
+            for name in INSIDE:
+                await server.free()
+                reply = await client.call(route, spoiled(body, path, HOSTILE[name]))
+                # A tool by another name is missed where it is chosen.
+                missed = b"tool_choice.name: is none of the tools" in reply.body
+                judge(reply, ("tool_choice",) if missed else path[:1], name)
         await server.free()
         assert server.service.tally().failed == 0
 

@@ -168,6 +168,14 @@ def test_the_fields_of_a_load_are_those_of_the_table():
     assert all(described["description"] for described in schema["properties"].values())
 
 
+FUNCTION = {"type": "function", "name": "f"}
+CALLED = [
+    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "b"},
+]
+USER = {"role": "user", "content": "a"}
+USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b", "is_error": False}]}
 ACCEPTED = [
     (CHAT, {"messages": [{"role": "user", "content": "a"}]}, True),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"}]}, True),
@@ -182,6 +190,49 @@ ACCEPTED = [
     (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function", "function": {"name": "a b"}}]}, False),
     (CHAT, {"messages": [{"role": "user"}], "tools": [], "tool_choice": "auto"}, True),
     (CHAT, {"messages": [{"role": "user"}], "tool_choice": "any"}, False),
+    (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "f", "strict": True}]}, True),
+    (RESPONSES, {"input": "a", "tools": [FUNCTION], "tool_choice": {"type": "function", "name": "f"}}, True),
+    (RESPONSES, {"input": "a", "tools": [FUNCTION], "tool_choice": {"type": "function"}}, False),
+    (RESPONSES, {"input": "a", "tools": [{"name": "f"}]}, False),
+    (RESPONSES, {"input": "a", "tools": [{**FUNCTION, "parameters": {"type": "array"}}]}, False),
+    (RESPONSES, {"input": "a", "tools": [{**FUNCTION, "name": "a" * 129}]}, False),
+    (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, False),
+    (RESPONSES, {"input": "a", "tool_choice": "any"}, False),
+    (RESPONSES, {"input": CALLED}, True),
+    (RESPONSES, {"input": [{**CALLED[0], "arguments": {}}]}, False),
+    (RESPONSES, {"input": [*CALLED[:1], {**CALLED[1], "output": [{"type": "input_text", "text": "a"}]}]}, True),
+    (RESPONSES, {"input": [*CALLED[:1], {**CALLED[1], "output": [{"type": "output_text", "text": "a"}]}]}, False),
+    (RESPONSES, {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]}]}, True),
+    (RESPONSES, {"input": [{"type": "reasoning", "summary": []}]}, True),
+    (RESPONSES, {"input": [{"type": "reasoning", "content": [{"type": "output_text", "text": "a"}]}]}, False),
+    (MESSAGES, {"messages": [USER], "max_tokens": 1, "tools": [{"name": "f", "input_schema": {}}]}, True),
+    (MESSAGES, {"messages": [USER], "max_tokens": 1, "tools": [{"name": "f"}]}, False),
+    (
+        MESSAGES,
+        {"messages": [USER], "max_tokens": 1, "tools": [{"type": "custom", "name": "f", "input_schema": {}}]},
+        True,
+    ),
+    (
+        MESSAGES,
+        {"messages": [USER], "max_tokens": 1, "tools": [{"type": "bash", "name": "f", "input_schema": {}}]},
+        False,
+    ),
+    (
+        MESSAGES,
+        {"messages": [USER], "max_tokens": 1, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        True,
+    ),
+    (MESSAGES, {"messages": [USER], "max_tokens": 1, "tool_choice": {"type": "required"}}, False),
+    (MESSAGES, {"messages": [USER], "max_tokens": 1, "tool_choice": "auto"}, False),
+    (COUNT, {"messages": [USER, USE, RESULT]}, True),
+    (COUNT, {"messages": [USER, {**USE, "role": "user"}]}, False),
+    (COUNT, {"messages": [USER, {**RESULT, "role": "assistant"}]}, False),
+    (COUNT, {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}]}, True),
+    (
+        COUNT,
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}]},
+        False,
+    ),
     (COMPLETIONS, {"prompt": "a"}, True),
     (COMPLETIONS, {"prompt": [1, 2]}, True),
     (COMPLETIONS, {"prompt": ["a"]}, True),
@@ -314,6 +365,17 @@ async def test_calls_and_thoughts_are_as_described(text, stream):
         assert (b'"tool_calls":[' in reply.body) is ("tool_calls" in text)
         assert (b'"reasoning_content"' in reply.body) is ("think" in text)
         conforms(reply, CHAT, "post", 200)
+        reply = await server.call(
+            RESPONSES, {"input": "a", "tools": [FUNCTION], "tool_choice": "auto", "stream": stream}
+        )
+        assert (b'"function_call"' in reply.body) is ("tool_calls" in text)
+        assert (b'"reasoning_text"' in reply.body) is ("think" in text)
+        conforms(reply, RESPONSES, "post", 200)
+        tools = [{"name": "f", "input_schema": {}}]
+        reply = await server.call(MESSAGES, {"messages": [USER], "tools": tools, "max_tokens": 200, "stream": stream})
+        assert (b'"tool_use"' in reply.body) is ("tool_calls" in text)
+        assert (b'"thinking"' in reply.body) is ("think" in text)
+        conforms(reply, MESSAGES, "post", 200)
 
 
 async def test_tasks_are_as_described():
@@ -474,7 +536,9 @@ BEYOND_SCHEMAS = (
     "an answer has one form",
     "asks for a tool",
     "is none of the tools",
+    "is of no",
     "lone surrogates",
+    "finite numbers",
     "but this is a request to",
 )
 

@@ -1,6 +1,7 @@
 """The service on the fake engine: a request's way, the book of requests, and the end."""
 
 import contextlib
+import json
 import logging
 import random
 import threading
@@ -729,6 +730,24 @@ async def test_a_long_preparation_does_not_hold_up_others(service_for, roomy, to
     assert client.text == expected(LONG)
 
 
+def calling(arguments):
+    """A conversation with a call in it."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "b"}]
+    return GenerationRequest(ChatPrompt([{"role": "user", "content": "hi"}, *turns]), max_tokens=2)
+
+
+async def test_a_long_call_of_an_earlier_turn_does_not_hold_up_others(service_for, roomy, tokenize_gate):
+    async with service_for(roomy) as service, trio.open_nursery() as nursery:
+        await collect(service, calling("{}"))  # from here on short conversations are prepared at once
+        tokenize_gate.shut()
+        (client,) = await send(nursery, service, calling(json.dumps({"a": LONG})))
+        await tokenize_gate.arrived()
+        assert (await collect(service, request()))[0] == expected("prompt")
+        tokenize_gate.open()
+    assert client.done
+
+
 # -- the end
 
 
@@ -872,14 +891,15 @@ async def test_an_error_in_the_block_frees_everything_and_comes_out(service_for,
     assert engine.closed == ["tiny[0]", "tiny"]
 
 
-async def test_a_text_far_too_long_is_refused_without_its_tokens(service_for, engine, monkeypatch):
+@pytest.mark.parametrize("given", [GenerationRequest(TextPrompt("x" * 1_000_000)), calling("x" * 1_000_000)])
+async def test_a_text_far_too_long_is_refused_without_its_tokens(service_for, engine, monkeypatch, given):
     async with service_for() as service:
         async with service.generate(GenerationRequest(TextPrompt("x"), max_tokens=1)) as generation:
             assert [part async for part in generation]
         weights = type(next(iter(service.registry)).pool.weights)
         monkeypatch.setattr(weights, "tokenize", lambda *_, **__: pytest.fail("it was tokenised"))
-        with pytest.raises(ContextLengthError, match=r"at least 1000000 tokens.*4096"):
-            await service.start(GenerationRequest(TextPrompt("x" * 1_000_000)), contextlib.ExitStack())
+        with pytest.raises(ContextLengthError, match=r"at least 1000\d\d\d tokens.*4096"):
+            await service.start(given, contextlib.ExitStack())
 
 
 # -- the form of an answer

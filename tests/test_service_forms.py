@@ -10,7 +10,7 @@ from trioserve.service import GenerationRequest, TextPrompt
 from trioserve.service.forms import constraint_of
 
 GOOD = Tool("good", {"properties": {"kept": {}}}, {})
-BAD = Tool("bad", {"properties": {"refused": {}}}, {})
+BAD = Tool("bad", {"properties": {"refused": {}}}, {}, field="tools[1].function.parameters")
 NATIVES = pytest.mark.parametrize("dialect", [HERMES, LLAMA, MISTRAL], ids=lambda dialect: dialect.name)
 
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 
 import anthropic
+import jsonschema
 import openai as openai_package
 import pytest
 
 from .client import CALL_SECONDS, http, openai, wait_idle
 
 QUESTION = "Count from one to ten."
+ASKING = "What is the weather in Paris?"
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
 GREEDY = {"temperature": 0}  # not every version of Anthropic's client has a parameter for it
 
 
@@ -97,8 +108,62 @@ def test_errors_of_responses(responses):
     with pytest.raises(openai_package.BadRequestError) as caught:
         responses.create(model="smollm2", input="a", previous_response_id="resp_1")
     assert caught.value.param == "previous_response_id"
+    with pytest.raises(openai_package.BadRequestError) as caught:
+        responses.create(model="smollm2", input="a", tools=[{"type": "web_search"}])
+    assert caught.value.param == "tools[0].type"
     with pytest.raises(openai_package.NotFoundError):
         responses.create(model="nobody", input="a")
+
+
+FUNCTIONS = [
+    {"type": "function", "name": "weather", "description": "Of a city.", "parameters": PARAMETERS, "strict": True},
+    {"type": "function", "name": "time", "description": "What time it is.", "parameters": {"type": "object"}},
+]
+CALLING = {"model": "smollm2", "tools": FUNCTIONS, "temperature": 0, "max_output_tokens": 100}
+
+
+def after_the_call(server, name, arguments):
+    """Tokens of the prompt that a chat completion makes of the question, a call and its result."""
+    call = {"id": "a", "type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": ASKING},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "Rainy."},
+    ]
+    return chat_answer(server, messages=messages, max_tokens=1)[1]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_a_response_calls_a_tool_and_goes_on_with_its_result(responses, shared, choice):
+    turns = [{"role": "user", "content": ASKING}]
+    made = responses.create(input=turns, tool_choice=choice, parallel_tool_calls=False, **CALLING)
+    (call,) = made.output
+    assert (made.status, call.type, call.status) == ("completed", "function_call", "completed")
+    assert call.name == "weather"
+    jsonschema.validate(json.loads(call.arguments), PARAMETERS)
+    turns += [item.model_dump() for item in made.output]
+    turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "Rainy."})
+    second = responses.create(input=turns, tool_choice="none", **{**CALLING, "max_output_tokens": 8})
+    assert second.output_text
+    assert second.usage.input_tokens == after_the_call(shared, call.name, call.arguments)
+
+
+def test_the_helper_for_streams_of_responses_accumulates_calls(responses):
+    asked = {"input": ASKING, "tool_choice": "required", **CALLING}
+    whole = responses.create(**asked)
+    pieces, snapshots, done = {}, {}, []
+    with responses.stream(**asked) as stream:
+        for event in stream:
+            if event.type == "response.function_call_arguments.delta":
+                pieces[event.output_index] = pieces.get(event.output_index, "") + event.delta
+                snapshots[event.output_index] = event.snapshot
+            elif event.type == "response.output_item.done":
+                done.append(event.item.arguments)
+        final = stream.get_final_response()
+    told = [(item.name, item.arguments) for item in final.output]
+    assert told == [(item.name, item.arguments) for item in whole.output]
+    assert list(pieces.values()) == list(snapshots.values()) == done == [arguments for _, arguments in told]
+    assert [item.parsed_arguments for item in final.output] == [json.loads(arguments) for arguments in done]
 
 
 # Anthropic
@@ -133,17 +198,58 @@ def test_the_helper_for_streams_of_messages(claude):
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
+TOOLS = [
+    {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+    for function in FUNCTIONS
+]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_message_calls_a_tool_and_goes_on_with_its_result(claude, shared, choice):
+    turns = [{"role": "user", "content": ASKING}]
+    asked = {"model": "smollm2", "tools": TOOLS, "max_tokens": 100, "extra_body": GREEDY}
+    choice = {**choice, "disable_parallel_tool_use": True}
+    made = claude.create(messages=turns, tool_choice=choice, **asked)
+    (call,) = made.content
+    assert (made.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
+    jsonschema.validate(call.input, PARAMETERS)
+    counted = claude.count_tokens(model="smollm2", messages=turns, tools=TOOLS, tool_choice=choice)
+    assert counted.input_tokens == made.usage.input_tokens + made.usage.cache_read_input_tokens
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rainy."}
+    turns += [{"role": "assistant", "content": made.content}, {"role": "user", "content": [result]}]
+    second = claude.create(messages=turns, tool_choice={"type": "none"}, **{**asked, "max_tokens": 8})
+    assert [block.type for block in second.content] == ["text"]
+    prompt_tokens = second.usage.input_tokens + second.usage.cache_read_input_tokens
+    assert prompt_tokens == after_the_call(shared, call.name, json.dumps(call.input))
+
+
+def test_the_helper_for_streams_of_messages_accumulates_calls(claude):
+    turns = [{"role": "user", "content": ASKING}]
+    asked = {"model": "smollm2", "messages": turns, "tools": TOOLS, "max_tokens": 100, "extra_body": GREEDY}
+    asked["tool_choice"] = {"type": "any"}
+    whole = claude.create(**asked)
+    pieces, snapshot = "", None
+    with claude.stream(**asked) as stream:
+        for event in stream:
+            if event.type == "input_json" and event.snapshot is not None:
+                pieces, snapshot = pieces + event.partial_json, event.snapshot
+        final = stream.get_final_message()
+    told = [(block.name, block.input) for block in final.content]
+    assert told == [(block.name, block.input) for block in whole.content]
+    assert final.stop_reason == whole.stop_reason == "tool_use"
+    assert snapshot == told[-1][1]
+    assert pieces.endswith(json.dumps(snapshot))
+
+
 def test_errors_of_messages(claude):
     turns = [{"role": "user", "content": "a"}]
     image = {"type": "image", "source": {"type": "url", "url": "http://localhost/a.png"}}
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
         claude.create(model="nobody", messages=turns, max_tokens=4)
-    with pytest.raises(anthropic.BadRequestError, match="this route takes text only"):
+    with pytest.raises(anthropic.BadRequestError, match="this server takes text only"):
         claude.create(model="smollm2", messages=[{"role": "user", "content": [image]}], max_tokens=4)
-    with pytest.raises(anthropic.BadRequestError, match="tools is not supported"):
-        claude.create(
-            model="smollm2", messages=turns, max_tokens=4, tools=[{"name": "a", "input_schema": {"type": "object"}}]
-        )
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].type: must be custom"):
+        claude.create(model="smollm2", messages=turns, max_tokens=4, tools=[{"name": "bash", "type": "bash_20250124"}])
 
 
 def test_who_leaves_a_stream_frees_its_slot(claude, responses, shared):

@@ -55,15 +55,15 @@ def _spoken(message: Mapping[str, object], names: Mapping[str, object]) -> Mappi
         return {"role": "user", "content": json.dumps({"tool_result": result}, ensure_ascii=False)}
     if not message.get("tool_calls"):
         return message
-    calls = [_said(_with_calls(message, _decode), index) for index in range(len(_calls(message)))]
+    calls = [_said(call) for call in _calls(_with_calls(message, _decode))]
     words = str(message.get("content") or "")
     text = f"{GENERIC.opening}{GENERIC.separator.join(calls)}{GENERIC.closing}"
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": f"{words}\n{text}" if words else text}
 
 
-def _said(message: Mapping[str, object], index: int) -> str:
-    function = _function(_calls(message)[index])
+def _said(call: Mapping[str, object]) -> str:
+    function = _function(call)
     return json.dumps({"name": function.get("name"), "arguments": function.get("arguments")}, ensure_ascii=False)
 
 

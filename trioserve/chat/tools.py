@@ -20,11 +20,13 @@ class Tool:
         name: ASCII letters, digits, and ``_.-``.
         parameters: a JSON Schema for an object; None takes no parameters.
         given: how the client describes it, for the template.
+        field: what the client calls the parameters, for errors.
     """
 
     name: str
     parameters: Mapping[str, object] | None
     given: Mapping[str, object]
+    field: str = "tools"
 
     @property
     def loosened(self) -> Tool:

@@ -78,9 +78,8 @@ def _is_honoured(tool: Tool, weights: Weights) -> bool:
 
 def _check_parameters(use: ToolUse, weights: Weights) -> None:
     """Say which tool it is whose parameters can't be followed."""
-    for index, tool in enumerate(use.tools):
+    for tool in use.tools:
         try:
             weights.check_constraint(Constraint(ConstraintKind.JSON_SCHEMA, tool.schema))
         except ConstraintError as error:
-            name = f"tools[{index}].function.parameters"
-            raise InvalidRequestError(f"{name} can't be honoured: {error}", param=name) from None
+            raise InvalidRequestError(f"{tool.field} can't be honoured: {error}", param=tool.field) from None

@@ -267,12 +267,20 @@ def _least_tokens(pool: Pool, prompt: Prompt) -> int:
         return len(prompt.tokens)
     messages = prompt.messages if isinstance(prompt, ChatPrompt) else ()
     # Without those of tools, which have a bound of their own.
-    characters = sum(len(str(message.get("content"))) for message in messages)
+    characters = sum(len(str(message.get("content"))) + _argument_characters(message) for message in messages)
     if isinstance(prompt, TextPrompt):
         characters = len(prompt.text)
     if characters <= _TOKENISED_CHARACTERS:
         return len(messages)
     return max(len(messages), characters // pool.weights.longest_piece)
+
+
+def _argument_characters(message: Mapping[str, object]) -> int:
+    """How long the arguments of earlier calls are, where they are texts as they should be."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+    arguments = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
+    return sum(len(text) for text in arguments if isinstance(text, str))
 
 
 def _check_length(tokens: int, pool: Pool, request: GenerationRequest, *, at_least: bool = False) -> None:
@@ -417,6 +425,6 @@ def _size(prompt: Prompt) -> int:
     if isinstance(prompt, TokenPrompt):
         return len(prompt.tokens)
     if isinstance(prompt, ChatPrompt):
-        # Tools always go to a thread; see _has_constraint.
-        return sum(len(str(message.get("content"))) + 32 for message in prompt.messages)
+        # With all that a template may show, such as earlier calls. Tools always go to a thread; see _has_constraint.
+        return sum(len(str(message)) for message in prompt.messages)
     return len(prompt.text)

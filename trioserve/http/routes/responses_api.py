@@ -35,7 +35,7 @@ def register(app: QuartTrio, service: Service) -> None:
         generation = await service.start(translated_request(body, exchange.request_id), exchange.resources)
         shape = ResponseShape(generation, body)
         if not body.stream:
-            return render.response(shape.ended(*await collect_one(generation)))
+            return render.response(shape.whole(*await collect_one(generation)))
         stream = ResponseStream(generation, shape)
         exchange.tell = stream.tell
         return stream_response(service.config, stream, ending=b"", tell=stream.tell)

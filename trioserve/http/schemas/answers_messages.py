@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from trioserve.http.schemas.responses import Answer
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesErrorObject(Answer):
@@ -30,6 +30,26 @@ class TextBlock(Answer):
 
     type: Literal["text"]
     text: str
+
+
+class ThinkingBlock(Answer):
+    """What the model thought before it answered."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Literal[""] = Field(description="Always empty.")
+
+
+class ToolUseBlock(Answer):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str = Field(description="To be named by the block with the result.")
+    name: str = Field(description="Of the tool.")
+    input: dict[str, Any] = Field(description="The arguments; empty where they were cut off, and where a block begins.")
+
+
+MessageBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(Answer):
@@ -54,20 +74,22 @@ class MessageBase(Answer):
 class MessageEnd(Answer):
     """Why an answer ended."""
 
-    stop_reason: StopReason = Field(description="end_turn: the model ended it; max_tokens: a limit did.")
+    stop_reason: StopReason = Field(
+        description="end_turn: the model ended it; tool_use: it did, with calls; max_tokens: a limit did."
+    )
     stop_sequence: str | None = Field(description="The stop string that ended it, where one did.")
 
 
 class MessageObject(MessageBase, MessageEnd):
     """A whole answer."""
 
-    content: list[TextBlock] = Field(min_length=1, max_length=1)
+    content: list[MessageBlock] = Field(min_length=1)
 
 
 class BegunMessage(MessageBase):
     """An answer before there is any of it."""
 
-    content: list[TextBlock] = Field(max_length=0)
+    content: list[MessageBlock] = Field(max_length=0)
     stop_reason: None
     stop_sequence: None
 
@@ -82,14 +104,14 @@ class MessageStart(Answer):
 class BlockEvent(Answer):
     """What concerns one block."""
 
-    index: Literal[0] = Field(description="Of the block; there is one.")
+    index: int = Field(ge=0, description="Of the block.")
 
 
 class BlockStart(BlockEvent):
-    """The text begins."""
+    """A block begins, empty."""
 
     type: Literal["content_block_start"]
-    content_block: TextBlock
+    content_block: MessageBlock
 
 
 class TextPiece(Answer):
@@ -99,15 +121,29 @@ class TextPiece(Answer):
     text: str
 
 
+class ThinkingPiece(Answer):
+    """More thoughts."""
+
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class InputPiece(Answer):
+    """More of the arguments of a call."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str = Field(description="All of a block together are the JSON text of an object.")
+
+
 class BlockDelta(BlockEvent):
-    """The text goes on."""
+    """A block goes on."""
 
     type: Literal["content_block_delta"]
-    delta: TextPiece
+    delta: TextPiece | ThinkingPiece | InputPiece
 
 
 class BlockStop(BlockEvent):
-    """The text is complete."""
+    """A block is complete."""
 
     type: Literal["content_block_stop"]
 

@@ -21,13 +21,44 @@ class OutputText(Answer):
 
 
 class OutputMessage(Answer):
-    """The message of an answer."""
+    """A message of an answer."""
 
     id: str
     type: Literal["message"]
     status: ResponseStatus
     role: Literal["assistant"]
     content: list[OutputText] = Field(max_length=1)
+
+
+class OutputCall(Answer):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function_call"]
+    status: ResponseStatus
+    call_id: str = Field(description="To be named by the item with the result.")
+    name: str = Field(description="Of the tool.")
+    arguments: str = Field(description="JSON text of an object; whole unless the answer was cut off.")
+
+
+class ReasoningText(Answer):
+    """What the model thought before it answered."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Answer):
+    """The thoughts of an answer."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: ResponseStatus
+    summary: list[Any] = Field(max_length=0, description="Always empty.")
+    content: list[ReasoningText] = Field(max_length=1)
+
+
+OutputItem = OutputReasoning | OutputMessage | OutputCall
 
 
 class IncompleteDetails(Answer):
@@ -46,7 +77,7 @@ class InputDetails(Answer):
 class OutputDetails(Answer):
     """More on the answer's tokens."""
 
-    reasoning_tokens: Literal[0] = Field(description="Always 0.")
+    reasoning_tokens: Literal[0] = Field(description="Always 0: thoughts are counted with the rest.")
 
 
 class ResponseUsage(Answer):
@@ -65,6 +96,23 @@ class TextFormat(Answer):
     format: dict[str, Any] = Field(description="As it was asked for.")
 
 
+class FunctionTool(Answer):
+    """A function that the answer may call, as it was given."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class FunctionChoice(Answer):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
 class ResponseObject(Answer):
     """A response, as it stands."""
 
@@ -74,20 +122,20 @@ class ResponseObject(Answer):
     model: str = Field(description="Id of the model that answered.")
     status: ResponseStatus = Field(description="incomplete: a limit ended it.")
     incomplete_details: IncompleteDetails | None
-    output: list[OutputMessage] = Field(max_length=1, description="The answer, where there is one.")
+    output: list[OutputItem] = Field(description="The answer, where there is one: thoughts, messages and calls.")
     usage: ResponseUsage | None = Field(description="Null until the end.")
     background: Literal[False]
     error: None
     instructions: str | None = Field(description="As they were given.")
     max_output_tokens: int | None = Field(description="As it was given.")
     metadata: dict[str, str] = Field(description="As they were given.")
-    parallel_tool_calls: Literal[True]
+    parallel_tool_calls: bool
     previous_response_id: None
     store: Literal[False]
     temperature: float
     text: TextFormat
-    tool_choice: Literal["auto"]
-    tools: list[Any] = Field(max_length=0)
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice
+    tools: list[FunctionTool]
     top_p: float
     truncation: Literal["disabled"]
 
@@ -106,18 +154,23 @@ class ResponseState(NumberedEvent):
 
 
 class ItemState(NumberedEvent):
-    """The message as it stands: before its text and after it."""
+    """An item as it stands: before its content and after it."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: Literal[0]
-    item: OutputMessage
+    output_index: int = Field(ge=0, description="Of the item.")
+    item: OutputItem
 
 
-class PartEvent(NumberedEvent):
-    """What concerns the text."""
+class ItemEvent(NumberedEvent):
+    """What concerns the content of an item."""
 
-    item_id: str = Field(description="Of the message.")
-    output_index: Literal[0]
+    item_id: str
+    output_index: int = Field(ge=0, description="Of the item.")
+
+
+class PartEvent(ItemEvent):
+    """What concerns the text of a message or of thoughts."""
+
     content_index: Literal[0]
 
 
@@ -125,7 +178,7 @@ class PartState(PartEvent):
     """The text as it stands: empty, and complete."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class ResponseTextDelta(PartEvent):
@@ -144,6 +197,35 @@ class ResponseTextDone(PartEvent):
     logprobs: list[Any] = Field(max_length=0, description="Always empty.")
 
 
+class ReasoningDelta(PartEvent):
+    """More thoughts."""
+
+    type: Literal["response.reasoning_text.delta"]
+    delta: str
+
+
+class ReasoningDone(PartEvent):
+    """All of the thoughts."""
+
+    type: Literal["response.reasoning_text.done"]
+    text: str
+
+
+class ArgumentsDelta(ItemEvent):
+    """More of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+
+
+class ArgumentsDone(ItemEvent):
+    """All of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.done"]
+    name: str = Field(description="Of the tool.")
+    arguments: str = Field(description="JSON text of an object; whole unless the answer was cut off.")
+
+
 class ResponseFailure(NumberedEvent):
     """The last event of a stream that failed."""
 
@@ -154,4 +236,15 @@ class ResponseFailure(NumberedEvent):
     error: ErrorObject
 
 
-ResponseEvent = ResponseState | ItemState | PartState | ResponseTextDelta | ResponseTextDone | ResponseFailure
+ResponseEvent = (
+    ResponseState
+    | ItemState
+    | PartState
+    | ResponseTextDelta
+    | ResponseTextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | ResponseFailure
+)

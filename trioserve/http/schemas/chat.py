@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, field_va
 from trioserve.chat import ToolUse
 from trioserve.errors import InvalidRequestError
 from trioserve.http.schemas.base import INT64, MAX_LOGPROBS, GenerationFields, Schema, encodable
-from trioserve.http.schemas.tools import TOOL_CHOICE, TOOLS, parse_tools
+from trioserve.http.schemas.tools import CHAT, CHAT_CHOICE, parse_tools, read_choice
 from trioserve.service import ChatPrompt
 
 MAX_MESSAGES = 16_384
@@ -65,8 +65,8 @@ class ChatCompletionRequest(GenerationFields):
         None, ge=0, le=MAX_LOGPROBS, description="How many of the most likely tokens to tell at each place."
     )
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64, description="The same as max_tokens, newer name.")
-    tools: Annotated[Any, WithJsonSchema(TOOLS)] = Field(None, description="Functions that the answer may call.")
-    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE)] = Field(
+    tools: Annotated[Any, WithJsonSchema(CHAT.field)] = Field(None, description="Functions that the answer may call.")
+    tool_choice: Annotated[Any, WithJsonSchema(CHAT_CHOICE)] = Field(
         None, description="Whether it calls one: none, auto, required, or the one that is named."
     )
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in one answer; true by default.")
@@ -94,7 +94,8 @@ class ChatCompletionRequest(GenerationFields):
     @cached_property
     def tool_use(self) -> ToolUse | None:
         """Which tools the answer may call."""
-        return parse_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        choice = read_choice(self.tool_choice, CHAT, parallel=self.parallel_tool_calls is not False)
+        return parse_tools(self.tools, choice, CHAT)
 
     @property
     def shows_reasoning(self) -> bool:

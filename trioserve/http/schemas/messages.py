@@ -6,24 +6,21 @@ Source of the format: Anthropic's documentation of the Messages API.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, WithJsonSchema, field_validator
 
+from trioserve.chat import ToolUse
 from trioserve.engine.base import Constraint
 from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, HonestSchema, Text
-from trioserve.http.schemas.content import MAX_ITEMS, Json, content_schema, read_items, read_role, read_text
+from trioserve.http.schemas.content import Json, content_schema, read_text
+from trioserve.http.schemas.tools import MESSAGES, MESSAGES_CHOICE, parse_tools, read_messages_choice
+from trioserve.http.schemas.turns_messages import MESSAGES as TURNS
+from trioserve.http.schemas.turns_messages import TEXTS, read_messages
 from trioserve.service import ChatPrompt
 
-_TEXTS = {"text": "text"}
-_ROLES = ("user", "assistant")
-_MESSAGE = {
-    "type": "object",
-    "properties": {"role": {"enum": list(_ROLES)}, "content": content_schema(_TEXTS)},
-    "required": ["role", "content"],
-}
-_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MAX_ITEMS}
-_SYSTEM = {"anyOf": [*content_schema(_TEXTS)["anyOf"], {"type": "null"}]}
+_SYSTEM = {"anyOf": [*content_schema(TEXTS)["anyOf"], {"type": "null"}]}
 _STOP = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -31,9 +28,7 @@ class Conversation(HonestSchema):
     """A conversation, as both routes take it."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ({"type": "none"}, {"type": "auto"}),
-        "thinking": ({"type": "disabled"},),
+        "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
         "output_config": ({},),
         "output_format": (),
         "container": (),
@@ -44,28 +39,46 @@ class Conversation(HonestSchema):
     system: Annotated[Any, WithJsonSchema(_SYSTEM)] = Field(
         None, description="What comes before the conversation: text, or a list of text blocks."
     )
-    messages: Annotated[Any, WithJsonSchema(_MESSAGES)] = Field(
-        description="The conversation so far: user and assistant, each with text or a list of text blocks."
+    messages: Annotated[Any, WithJsonSchema(TURNS)] = Field(
+        description="The conversation so far: user and assistant, each with text or a list of blocks."
+    )
+    tools: Annotated[Any, WithJsonSchema(MESSAGES.field)] = Field(
+        None, description="Functions that the answer may call."
+    )
+    tool_choice: Annotated[Any, WithJsonSchema(MESSAGES_CHOICE)] = Field(
+        None, description="Whether it calls one: none, auto, any, or the tool that is named; and whether just one."
     )
     busy_timeout_ms: int | None = Field(
         None, ge=0, lt=2**31, description="Wait for a slot, in milliseconds; may only shorten the server's."
     )
 
+    @classmethod
+    def parse(cls, body: Mapping[str, object]) -> Self:
+        """Validate a decoded JSON object; also refuse what this server can't honour."""
+        parsed = super().parse(body)
+        parsed.tool_use  # noqa: B018 - read here, so that what is wrong with it is told here
+        return parsed
+
     @field_validator("system")
     @classmethod
     def _read_system(cls, value: Any) -> str | None:
-        return None if value is None else read_text(value, "system", _TEXTS)
+        return None if value is None else read_text(value, "system", TEXTS)
 
     @field_validator("messages")
     @classmethod
     def _read_messages(cls, value: Any) -> list[Json]:
-        return read_items(value, "messages", _message)
+        return read_messages(value)
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        """Which tools the answer may call."""
+        return parse_tools(self.tools, read_messages_choice(self.tool_choice), MESSAGES)
 
     @property
     def prompt(self) -> ChatPrompt:
         """The conversation as the chat template takes it."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return ChatPrompt([*system, *self.messages])
+        return ChatPrompt([*system, *self.messages], self.tool_use)
 
 
 class CountTokensRequest(Conversation):
@@ -103,7 +116,3 @@ class MessagesRequest(Conversation):
     def sampling(self) -> Mapping[str, object]:
         """How tokens are chosen, where it is given."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-
-
-def _message(item: Mapping[str, Any], path: str) -> Json:
-    return {"role": read_role(item, path, _ROLES), "content": read_text(item.get("content"), f"{path}.content", _TEXTS)}

@@ -5,35 +5,26 @@ Source of the format: OpenAI's documentation of the Responses API.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, WithJsonSchema, field_validator
 
+from trioserve.chat import ToolUse
 from trioserve.engine.base import Constraint
+from trioserve.errors import InvalidRequestError
 from trioserve.http.schemas.base import INT64, HonestSchema, Schema, Text, encodable
 from trioserve.http.schemas.constraints import JSON_SCHEMA, parse_text_format
-from trioserve.http.schemas.content import MAX_ITEMS, Json, content_schema, read_items, read_role, read_text, wrong
+from trioserve.http.schemas.content import Json
+from trioserve.http.schemas.tools import RESPONSES, RESPONSES_CHOICE, parse_tools, read_choice
+from trioserve.http.schemas.turns_responses import INPUT, read_input
 from trioserve.service import ChatPrompt
 
 MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
 
 _FORMAT_FIELD = "text.format"
-_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-_ROLES = ("user", "assistant", "system", "developer")
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "type": {"anyOf": [{"const": "message"}, {"type": "null"}]},
-        "role": {"enum": list(_ROLES)},
-        "content": content_schema(_TEXTS),
-    },
-    "required": ["role", "content"],
-}
-_INPUT = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MAX_ITEMS}],
-}
 _METADATA = {
     "anyOf": [
         {
@@ -73,6 +64,17 @@ class TextOptions(Schema):
         None, description="The form of the answer: text, json_object, or json_schema with a schema."
     )
 
+    @field_validator("format")
+    @classmethod
+    def _can_be_told_again(cls, value: Any) -> Any:
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError("must hold finite numbers only") from None
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
+        return value
+
 
 class ResponsesRequest(HonestSchema):
     """Body of a request for a response."""
@@ -82,8 +84,6 @@ class ResponsesRequest(HonestSchema):
         "conversation": (),
         "prompt": (),
         "background": (False,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "include": ([], ["reasoning.encrypted_content"]),
         "truncation": ("disabled",),
         "reasoning": ({}, {"effort": "none"}),
@@ -93,8 +93,8 @@ class ResponsesRequest(HonestSchema):
     stops: ClassVar[tuple[str, ...]] = ()
 
     model: Text | None = Field(None, description="Id of a registered model; may be left out where there is one only.")
-    input: Annotated[Any, WithJsonSchema(_INPUT)] = Field(
-        description="What the user says, or a list of messages, each with text or a list of text parts."
+    input: Annotated[Any, WithJsonSchema(INPUT)] = Field(
+        description="What the user says, or a list of messages, thoughts, calls and their results."
     )
     instructions: Text | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = Field(None, ge=1, lt=INT64, description="Most tokens of the answer.")
@@ -102,6 +102,13 @@ class ResponsesRequest(HonestSchema):
     top_p: float | None = Field(None, ge=0, le=1, description="Nucleus: the share of probability that is kept.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     text: TextOptions | None = Field(None, description="How the answer looks.")
+    tools: Annotated[Any, WithJsonSchema(RESPONSES.field)] = Field(
+        None, description="Functions that the answer may call."
+    )
+    tool_choice: Annotated[Any, WithJsonSchema(RESPONSES_CHOICE)] = Field(
+        None, description="Whether it calls one: none, auto, required, or the one that is named."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls in one answer; true by default.")
     metadata: Annotated[Any, WithJsonSchema(_METADATA)] = Field(
         None, description="Up to 16 texts by name, told again in the answer."
     )
@@ -115,17 +122,17 @@ class ResponsesRequest(HonestSchema):
     def parse(cls, body: Mapping[str, object]) -> Self:
         """Validate a decoded JSON object; also refuse what this server can't honour."""
         parsed = super().parse(body)
-        parsed.form  # noqa: B018 - read here, so that what is wrong with it is told here
+        form, tool_use = parsed.form, parsed.tool_use  # read here, so that what is wrong with them is told here
+        if form is not None and tool_use is not None:
+            raise InvalidRequestError(
+                f"{_FORMAT_FIELD} and tools are both given: an answer has one form", param=_FORMAT_FIELD
+            )
         return parsed
 
     @field_validator("input")
     @classmethod
     def _read_input(cls, value: Any) -> list[Json]:
-        if isinstance(value, str):
-            return [{"role": "user", "content": read_text(value, "input", _TEXTS)}]
-        if not isinstance(value, list):
-            raise wrong("input", "must be a string or a list of messages")
-        return read_items(value, "input", _item)
+        return read_input(value)
 
     @field_validator("metadata")
     @classmethod
@@ -141,7 +148,13 @@ class ResponsesRequest(HonestSchema):
     def prompt(self) -> ChatPrompt:
         """The input as the chat template takes it."""
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return ChatPrompt([*instructions, *self.input])
+        return ChatPrompt([*instructions, *self.input], self.tool_use)
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        """Which tools the answer may call."""
+        choice = read_choice(self.tool_choice, RESPONSES, parallel=self.parallel_tool_calls is not False)
+        return parse_tools(self.tools, choice, RESPONSES)
 
     @cached_property
     def form(self) -> tuple[str, Constraint] | None:
@@ -168,10 +181,3 @@ def _are_metadata(value: dict[str, Any]) -> bool:
         len(encodable(name)) <= MAX_NAME and isinstance(text, str) and len(encodable(text)) <= MAX_VALUE
         for name, text in value.items()
     )
-
-
-def _item(item: Mapping[str, Any], path: str) -> Json:
-    kind = item.get("type")
-    if kind not in ("message", None):
-        raise wrong(f"{path}.type", "must be message; this server keeps no items and knows no other kinds of them")
-    return {"role": read_role(item, path, _ROLES), "content": read_text(item.get("content"), f"{path}.content", _TEXTS)}
