@@ -35,6 +35,7 @@ HANGUL = "안녕하세요. 저는 한국어를 배우고 있습니다. 안녕하
 FAMILIES = "👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧"
 SMALL_CONTEXT = 64
 SEEDS = 16
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 POLLS, POLLS_PER_SECOND = 60, 10
 TASK = "/v1/tasks/run"
 
@@ -162,8 +163,7 @@ def test_stream_equals_whole(client, body):
     alone = ask(client, body)
     told = ask(client, {**body, "stream": True, "stream_options": {"include_usage": True}})
     assert (told.text, told.finish_reason) == (alone.text, alone.finish_reason)
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    assert [told.usage[name] for name in counts] == [alone.usage[name] for name in counts]
+    assert [told.usage[name] for name in COUNTS] == [alone.usage[name] for name in COUNTS]
     assert "\ufffd" not in alone.text
     assert told.chunks > 2
     assert not any(stop in alone.text for stop in body.get("stop", ()))
@@ -233,6 +233,20 @@ def test_hot_temperature_gives_valid_json(client):
         assert all(threads.map(hot, range(50)))
 
 
+def test_what_a_slot_has_kept_changes_no_answer(lone):
+    with http(lone.url) as client:
+        body = chat("Name three colours.", max_tokens=16)
+        cold = ask(client, {**body, "cache_prompt": False})
+        ask(client, chat("Tell me of the sea. " * 30, max_tokens=8))
+        after_another, again = ask(client, body), ask(client, body)
+    for answer in (after_another, again):
+        assert (answer.text, answer.finish_reason) == (cold.text, cold.finish_reason)
+        assert [answer.usage[name] for name in COUNTS] == [cold.usage[name] for name in COUNTS]
+    kept = [answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in (cold, after_another, again)]
+    assert kept[0] == 0
+    assert kept[1] < kept[2] < cold.usage["prompt_tokens"]
+
+
 # -- the ends of the context
 
 
@@ -241,8 +255,7 @@ def test_prompt_that_just_fits(small, stream):
     body = completion(long_prompt(SMALL_CONTEXT - 1), ignore_eos=True, stream=stream)
     answer = ask(small, {**body, "stream_options": {"include_usage": True}} if stream else body)
     assert answer.finish_reason == "length"
-    counts = [answer.usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-    assert counts == [SMALL_CONTEXT - 1, 1, SMALL_CONTEXT]
+    assert [answer.usage[name] for name in COUNTS] == [SMALL_CONTEXT - 1, 1, SMALL_CONTEXT]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
