@@ -164,7 +164,7 @@ async def test_a_client_that_reads_nothing_holds_nothing_up(tmp_path):
         await stalled.send(COMPLETIONS, completion(stream=True, max_tokens=100_000))
         assert (await idle.call(STATUS)).status == 200
         slots = running.service.registry.find(None).pool.slots
-        await until_at_rest(lambda: sum(len(slot.session.threads) for slot in slots))
+        await until_at_rest(lambda: sum(len(slot.place.session.threads) for slot in slots))
         running.scope.cancel()
         await seen_by({"idle": idle})
         with trio.fail_after(SECONDS):
