@@ -61,6 +61,7 @@ class Address(BaseModel):
 
 class Person(BaseModel):
     name: str = Field(max_length=12)
+    favourite: Colour | None
     age: int = Field(ge=0, le=150)
     colours: list[Colour] = Field(max_length=3)
     address: Address
@@ -74,6 +75,14 @@ def test_an_answer_validates_against_its_schema_or_was_cut_off(said, sampling):
         Person.model_validate_json(got.text)
     else:
         assert got.text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("place", ["#/$defs/choice/anyOf/0", "#/$defs/list/items", "#/properties/own"])
+def test_references_lead_anywhere_in_a_schema(said, place):
+    red = {"enum": ["red"]}
+    defined = {"choice": {"anyOf": [red, {"type": "null"}]}, "list": {"type": "array", "items": red}}
+    form = {"anyOf": [{"$ref": place}], "$defs": defined, "properties": {"own": red}}
+    assert said(schema(form), max_tokens=10).text == '"red"'
 
 
 def test_any_object_is_json(said):

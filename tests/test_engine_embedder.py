@@ -134,7 +134,7 @@ def test_texts_that_differ_have_vectors_that_differ(weights):
             assert cosine(one, other) < 0.999
 
 
-@pytest.mark.parametrize("size", [2, 5, 16, 33, 64])
+@pytest.mark.parametrize("size", [2, 5, 16, 33, 64, 256])
 def test_the_company_of_a_batch_changes_no_vector(weights, size):
     wanted = works(weights, [LENGTHS[index % len(LENGTHS)] + index % 5 for index in range(size)])
     with embedding(weights, n_ctx=512) as session:

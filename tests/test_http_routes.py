@@ -139,6 +139,20 @@ async def test_text_parts_are_the_same_prompt_as_their_text():
     assert replies[0].json["usage"] == replies[1].json["usage"]
 
 
+async def test_an_answer_that_is_continued_begins_alike_in_text_and_in_parts():
+    async with running() as server:
+        parts = [{"type": "text", "text": "Su"}, {"type": "text", "text": "re"}]
+        question = {"role": "user", "content": "hi"}
+        replies = [
+            await server.call(CHAT, chat(messages=[question, {"role": "assistant", "content": content}]))
+            for content in ("Sure", parts)
+        ]
+        prompt = await server.call("/apply-template", {"messages": [question, {"role": "assistant", "content": parts}]})
+    assert replies[0].text == replies[1].text
+    assert replies[0].json["usage"] == replies[1].json["usage"]
+    assert prompt.json["prompt"].endswith("Sure"), "the turn was closed"
+
+
 async def test_text_beyond_ascii_goes_through_as_utf_8():
     async with running(models=[{"id": "Zürich/\U0001f600"}]) as server:
         reply = await server.call(COMPLETIONS, completion("Grüße \U0001f600"))

@@ -67,6 +67,26 @@ async def test_a_task_is_answered_with_its_metadata():
     assert all(metadata[name] >= 0 for name in ("queue_ms", "prefill_ms", "decode_ms"))
 
 
+async def test_equal_prompts_side_by_side_tell_the_slot_that_each_had():
+    engine = FakeEngine()
+    engine.step_gate.shut()
+    async with running(engine, models=[{"slots": 4}]) as server:
+        clients = {f"side-{number}": await server.connect() for number in range(4)}
+        for request_id, client in clients.items():
+            await client.send(RUN, completion(), headers=[("x-request-id", request_id)])
+        await engine.step_gate.arrived(4)
+        slots = (await server.call("/v1/slots")).json["data"]
+        engine.step_gate.open()
+        answers = {request_id: await client.reply() for request_id, client in clients.items()}
+    assert {request_id: reply.headers["x-request-id"] for request_id, reply in answers.items()} == dict(
+        zip(clients, clients, strict=True)
+    )
+    assert {reply.json["text"] for reply in answers.values()} == {expected()}
+    told = {request_id: reply.json["metadata"]["slot"] for request_id, reply in answers.items()}
+    assert told == {slot["request_id"]: slot["slot"] for slot in slots}
+    assert sorted(told.values()) == [0, 1, 2, 3]
+
+
 async def test_the_wait_for_a_slot_is_in_the_metadata():
     engine = FakeEngine()
     engine.step_gate.shut()

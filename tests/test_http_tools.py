@@ -92,6 +92,31 @@ async def test_words_thoughts_and_several_calls():
     assert "reasoning_content" not in as_it_is
 
 
+SHOWN = (
+    "{{ tools }}{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}]{% endfor %}"
+)
+SPOKEN = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [SHOWN, SPOKEN], ids=["the template shows calls", "it knows none"])
+async def test_an_answer_with_everything_in_it_is_taken_as_an_earlier_turn(template):
+    """Thoughts, words and calls at once, as they came; what follows may be a result, a word, or nothing."""
+    async with answering(f"<think>Hm</think>Let me see.\n{CALL}\n{CALL}") as server:
+        said = (await asked(server))["message"]
+    assert (said["reasoning_content"], said["content"], len(said["tool_calls"])) == ("Hm", "Let me see.", 2)
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][1]["id"], "content": "Sunny"}
+    async with answering("Take a hat.", template) as server:
+        for after in ([], [result], [result, {"role": "user", "content": "And now?"}]):
+            messages = [{"role": "user", "content": "hi"}, said, *after]
+            told = await asked(server, messages=messages)
+            assert told["message"]["content"] == "Take a hat."
+            prompt = (await server.call("/apply-template", {"messages": messages, "tools": TOOLS})).json["prompt"]
+            assert "Let me see." in prompt
+            assert prompt.count("Bonn") == 2
+            assert prompt.count("Sunny") == len(after[:1])
+
+
 async def test_each_of_several_answers_has_its_calls():
     async with answering(CALL) as server:
         choices = (await server.call(CHAT, chat(tools=TOOLS, max_tokens=500, n=3))).json["choices"]

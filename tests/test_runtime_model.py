@@ -452,6 +452,26 @@ async def test_many_tiny_requests_and_unloads_lose_no_slot(model_for, eventually
         await model.unload()
 
 
+async def test_ten_thousand_tiny_requests_for_one_slot_less_than_they_need_lose_none(model_for):
+    async with model_for(slots=2) as model:
+        left = iter(range(10_000))
+
+        async def client():
+            for number in left:
+                async with leased(model) as lease:
+                    pool = await lease.ready()
+                    if number % 10 == 0:  # the others leave before they have asked anything
+                        job = lease.start(pool, SequenceRequest(prompt=[number % 256], max_tokens=1))
+                        if number % 20 == 0:  # and half of these before they are answered
+                            await job.next_events()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(client)
+        assert model.status().active_slots == model.status().queued_requests == 0
+        await model.unload()
+
+
 # -- the end of everything
 
 

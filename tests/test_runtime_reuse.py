@@ -102,3 +102,30 @@ async def test_nothing_is_kept_over_an_unload(service):
     (model,) = service.registry
     await model.unload()
     assert await ask(service, prompt) == (0, 0)
+
+
+async def test_a_prompt_of_its_own_waits_no_longer_than_those_that_share_a_beginning():
+    """Whoever has most of the prompt in the free slot would otherwise go first, and so again."""
+    config = Config(models=(ModelConfig(path=tiny_model(), n_ctx=512),))
+    shared, ended = list(range(10, 60)), []
+    async with open_service(config) as service:
+        await service.wait_started()
+        (model,) = service.registry
+
+        async def queue(nursery, name, prompt):
+            async def follow():
+                ended.append((name, (await ask(service, prompt))[1]))
+
+            before = model.status().queued_requests
+            nursery.start_soon(follow)
+            with trio.fail_after(40):
+                while model.status().queued_requests == before:
+                    await trio.sleep(0)
+
+        first = service.generate(GenerationRequest(TokenPrompt(shared), max_tokens=4))
+        async with trio.open_nursery() as nursery, first:
+            for number in range(6):
+                prompt = list(range(100, 150)) if number == 2 else [*shared, 5, number]
+                await queue(nursery, number, prompt)
+    assert [name for name, _ in ended] == list(range(6))
+    assert [name for name, kept in ended if not kept] == [0, 2, 3], "the one of its own, and whoever came after another"

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+from dataclasses import dataclass, field
 
 import pytest
 import trio
@@ -10,6 +11,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.engine.base import SequenceRequest
 from trioserve.errors import EngineError, ServerBusyError
+from trioserve.runtime.pulse import Pulse
+from trioserve.runtime.stall_watch import StallWatch
 from trioserve.scheduling.admission import Ailment
 from trioserve.testing import FakeSession, ThreadGate, fake_answer
 
@@ -227,3 +230,22 @@ async def test_while_nothing_is_at_work_nobody_looks(model_for, mock_clock, even
         with trio.CancelScope(deadline=math.inf):
             await wait_all_tasks_blocked()
         assert trio.lowlevel.current_statistics().seconds_to_next_deadline > TIMEOUT
+
+
+@dataclass(eq=False)
+class Idle:
+    """A slot that calls nothing."""
+
+    index: int = 0
+    pulse: Pulse = field(default_factory=Pulse)
+
+
+async def test_who_comes_and_goes_in_one_step_does_not_end_the_watch(nursery):
+    watch = StallWatch("tiny", TIMEOUT, lambda slot, ailment: None)
+    nursery.start_soon(watch.run)
+    await wait_all_tasks_blocked()
+    with watch.attending(Idle()):
+        pass
+    await wait_all_tasks_blocked()
+    with watch.attending(Idle()):
+        await wait_all_tasks_blocked()

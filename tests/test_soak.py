@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
+from array import array
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import trio
-from soak import checks, plan
-from soak.checks import Answer, Fate, Kind, MalformedError, Reply, Violation
+from soak import answers, checks, plan
+from soak.answers import Answer, Batch, MalformedError, Vectors
+from soak.checks import Fate, Kind, Reply, Violation
 from soak.clients import Pauses
 from soak.tally import TOLD_VIOLATIONS, Tally
 
 from trioserve.config import ModelConfig
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import CompletionRequest
+from trioserve.http.schemas.embeddings import EmbeddingsRequest
 from trioserve.http.schemas.management import UnloadAllRequest, UnloadModelsRequest, UnloadRequest
+from trioserve.http.schemas.tasks import BatchTaskRequest
 
 SHAPE = plan.Shape()
 WORDS = ["kobitanu", "devigolu", "marisepo"]
@@ -59,16 +64,28 @@ def test_every_question_holds_its_own_word_and_no_other():
 
 
 def test_orders_are_requests_that_the_server_takes():
-    schemas = {plan.CHAT: ChatCompletionRequest, plan.COMPLETIONS: CompletionRequest}
+    one_answer = {plan.CHAT: ChatCompletionRequest, plan.COMPLETIONS: CompletionRequest}
+    schemas = {**one_answer, plan.BATCH: BatchTaskRequest, plan.EMBEDDINGS: EmbeddingsRequest}
     for order in first(plan.orders(7, 0, plan.questions(7, SHAPE)[0])):
-        parsed = schemas[order.question.route].parse(order.body)
-        assert (parsed.cache_prompt is False) is order.fresh
-        assert parsed.max_tokens is not None, "or n_ctx would decide how long the answer is"
-        assert (parsed.model, parsed.stream, parsed.busy_timeout_ms) == (
-            order.model,
-            order.stream,
-            order.busy_timeout_ms,
-        )
+        route = order.question.route
+        parsed = schemas[route].parse(order.body)
+        assert (parsed.model, parsed.busy_timeout_ms) == (order.model, order.busy_timeout_ms)
+        assert (order.model == plan.EMBEDDER) is (route == plan.EMBEDDINGS)
+        assert order.stream is {plan.BATCH: True, plan.EMBEDDINGS: False}.get(route, order.stream)
+        if route in one_answer:
+            assert (parsed.cache_prompt is False) is order.fresh
+            assert parsed.stream is order.stream
+        for part in order.question.parts if route == plan.BATCH else [order.question]:
+            if part.route in one_answer:
+                answer = one_answer[part.route].parse(part.body)
+                assert answer.max_tokens is not None, "or n_ctx would decide how long the answer is"
+
+
+def test_what_is_asked_together_is_asked_alone_as_well():
+    own = plan.questions(7, SHAPE)[3]
+    alone = {question.key for question in own if not question.parts}
+    parts = {question.kind: [part.key in alone for part in question.parts] for question in own if question.parts}
+    assert parts == {"batch": [True] * 4, "vectors": [False, True, False, False]}
 
 
 def test_operations_are_calls_that_the_server_takes():
@@ -89,13 +106,15 @@ def test_the_mixture_has_everything_in_it():
     assert 0.25 < len(cuts) / len(orders) < 0.35
     assert {cut.where for cut in cuts} == {"upload", "waiting", "prefill", "decode", "events"}
     assert {cut.reset for cut in cuts} == {True, False}
-    assert {order.model for order in orders} == set(plan.MODELS)
+    assert {order.model for order in orders} == set(plan.SLOTS)
+    assert {order.question.kind for order in orders} == {question.kind for question in plan.questions(7, SHAPE)[0]}
     assert {order.fresh for order in orders} == {True, False}
     assert {order.busy_timeout_ms is None for order in orders} == {True, False}
     assert 0 in {order.busy_timeout_ms for order in orders}
     assert all(order.stream for order in orders if order.cut and order.cut.where == "events")
     asked = Counter((order.question.kind, order.stream) for order in orders if order.cut is None)
-    assert len(asked) == 2 * len(plan.questions(7, SHAPE)[0])
+    ways = {plan.BATCH: 1, plan.EMBEDDINGS: 1}
+    assert len(asked) == sum(ways.get(question.route, 2) for question in plan.questions(7, SHAPE)[0])
     operations = first(plan.operations(7, SHAPE))
     assert {operation.route for operation in operations} == {
         plan.LOAD,
@@ -105,6 +124,8 @@ def test_the_mixture_has_everything_in_it():
     }
     assert {operation.body.get("slots") for operation in operations} == {None, 1, 2, 3, 4, 17}
     assert {operation.patience is None for operation in operations} == {True, False}
+    assert {operation.body["id"] for operation in operations if operation.route == plan.LOAD} == set(plan.SLOTS)
+    assert {order.question.route for order in plan.farewell(7, SHAPE)} == {plan.COMPLETIONS, plan.BATCH}
 
 
 # -- words
@@ -275,8 +296,160 @@ def test_operations():
 
 def test_malformed_answers_are_told_as_such():
     with pytest.raises(MalformedError):
-        checks.read_whole(b'{"choices": []}')
-    assert checks.read_stream(b"") == Answer("")
+        answers.read_whole(b'{"choices": []}')
+    assert answers.read_stream(b"") == Answer("")
+
+
+# -- batches and vectors
+
+ITEMS = {0: Answer(" kobitanu", "stop", 3, "done"), 1: Answer(" The sea", "length", 2, "done")}
+TOGETHER = Batch(ITEMS, "done", "a")
+
+
+def batch_event(kind, **fields):
+    return f"event: task.batch.{kind}\ndata: {json.dumps({'type': f'task.batch.{kind}', **fields})}\n\n".encode()
+
+
+def item(index, text=None, reason=None, tokens=None):
+    right = ITEMS.get(index, Answer(""))
+    result = {"text": text or right.text, "finish_reason": reason or right.reason}
+    return batch_event("item", index=index, result={**result, "usage": {"completion_tokens": tokens or right.tokens}})
+
+
+def done(succeeded=2, failed=0, model="a"):
+    return batch_event("done", succeeded=succeeded, failed=failed, model=model)
+
+
+def judged_batch(body, fate=Fate.WHOLE):
+    question = plan.Question("batch", 0, {"requests": [{"prompt": "kobitanu"}, {"prompt": "The"}]})
+    asked = plan.Order(question, "a", stream=True, cut=LEFT)
+    found = checks.judge(asked, "r", reply(body, fate=fate), TOGETHER, WORDS)
+    return [violation.kind for violation in found]
+
+
+def test_right_batches():
+    for body in (item(0) + item(1) + done(), item(1) + b": ping\n\n" + item(0) + done()):
+        assert judged_batch(body) == []
+        for end in range(len(body)):
+            assert judged_batch(body[:end], Fate.LEFT) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (item(0, text=" The sea") + item(1) + done(), Kind.WRONG_BYTES),
+        (item(0, reason="length") + item(1) + done(), Kind.WRONG_BYTES),
+        (item(0, tokens=4) + item(1) + done(), Kind.WRONG_BYTES),
+        (item(0) + done(1), Kind.WRONG_BYTES),
+        (item(0) + item(1) + item(2, "x", "stop", 1) + done(3), Kind.WRONG_BYTES),
+        (item(0) + item(1), Kind.CONTRACT),
+        (item(0) + item(0) + done(), Kind.CONTRACT),
+        (item(0) + item(1) + done(1), Kind.CONTRACT),
+        (item(0) + item(1) + done(1, 1), Kind.CONTRACT),
+        (item(0) + batch_event("item", index=1, error={"code": "internal_error"}) + done(1, 1), Kind.CONTRACT),
+        (item(0) + item(1) + done(model="b"), Kind.CONTRACT),
+        (item(0) + done() + item(1), Kind.CONTRACT),
+        (item(0).replace(b"event: task.batch.item", b"event: task.delta") + item(1) + done(), Kind.CONTRACT),
+        (b"data: [DONE]\n\n", Kind.CONTRACT),
+    ],
+)
+def test_wrong_batches(body, kind):
+    assert judged_batch(body) == [kind]
+
+
+def test_a_foreign_word_is_found_in_a_batch():
+    assert Kind.FOREIGN_WORD in judged_batch(item(0) + item(1, text=" devigolu"), Fate.LEFT)
+
+
+NUMBERS = [array("f", [0.6, 0.8]), array("f", [1.0, 0.0])]
+VECTORS = Vectors(NUMBERS, 7, "done", "e")
+
+
+def vectors(numbers=NUMBERS, tokens=7, model="e", first=0, as_base64=False):
+    data = [
+        {"index": index, "embedding": base64.b64encode(one.tobytes()).decode() if as_base64 else list(one)}
+        for index, one in enumerate(numbers, first)
+    ]
+    return json.dumps({"data": data, "model": model, "usage": {"prompt_tokens": tokens}}).encode()
+
+
+def judged_vectors(body, fate=Fate.WHOLE):
+    asked = plan.Order(plan.Question("vectors", 0, {"input": ["kobitanu", "x"]}), "e", cut=LEFT)
+    return [violation.kind for violation in checks.judge(asked, "r", reply(body, fate=fate), VECTORS, WORDS)]
+
+
+def test_right_vectors():
+    assert judged_vectors(vectors()) == judged_vectors(vectors(as_base64=True)) == []
+    assert judged_vectors(vectors()[:40], Fate.LEFT) == [], "a piece of them says nothing"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (vectors(NUMBERS[::-1]), Kind.WRONG_BYTES),
+        (vectors(NUMBERS[:1]), Kind.WRONG_BYTES),
+        (vectors([array("f", [0.6, 0.8000001]), NUMBERS[1]]), Kind.WRONG_BYTES),
+        (vectors(tokens=8), Kind.WRONG_BYTES),
+        (vectors(model="a"), Kind.CONTRACT),
+        (vectors(first=1), Kind.CONTRACT),
+        (b'{"data": []}', Kind.CONTRACT),
+        (b"[1]", Kind.CONTRACT),
+    ],
+)
+def test_wrong_vectors(body, kind):
+    assert judged_vectors(body) == [kind]
+
+
+def test_answers_in_company_and_alone():
+    one, other = {"prompt": "kobitanu"}, {"prompt": "The"}
+    together = plan.Question("batch", 0, {"requests": [one, other]})
+    texts = plan.Question("vectors", 0, {"input": ["kobitanu", "x"]})
+    expected = {
+        together.key: TOGETHER,
+        texts.key: VECTORS,
+        plan.Question("", 0, one).key: ITEMS[0],
+        plan.Question("", 0, other).key: Answer(" The see", "length", 2),
+        plan.Question("", 0, {"input": "kobitanu"}).key: Vectors(NUMBERS[:1], 3),
+    }
+    assert checks.in_company([together, texts], expected) == (1, 2, [])
+    expected[plan.Question("", 0, {"input": "x"}).key] = Vectors(NUMBERS[:1], 3)
+    _, _, (problem,) = checks.in_company([together, texts], expected)
+    assert "vector 1 in company is at 0.6" in problem
+
+
+# -- forms
+
+
+def form_of(kind):
+    return next(question for question in plan.questions(7, SHAPE)[0] if question.kind == kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason", "kept"),
+    [
+        ("form", '{"password": "kobitanu", "sure": true, "reason": null}', "stop", True),
+        ("form", '{"password": "kobitanu", "sure": tr', "length", True),
+        ("form", '{"password": "kobitanu", "sure": true}', "stop", False),
+        ("form", '{"password": "kobitanu", "sure": 1, "reason": null}', "stop", False),
+        ("form", "It is kobitanu.", "stop", False),
+        ("pattern", " kobitanu, yes.", "stop", True),
+        ("pattern", " kobitan", "length", True),
+        ("pattern", " kobitanu, yes. ", "stop", False),
+        ("diary", "anything", "stop", True),
+    ],
+)
+def test_forms(kind, text, reason, kept):
+    question, told = form_of(kind), Answer(text, reason, 9, "done", "a")
+    assert (list(checks.broken_forms(question, told)) == []) is kept
+    body = {"requests": [{"prompt": "x"}, question.body]}
+    batch = Batch({0: Answer("x", "stop"), 1: told}, "done", "a")
+    assert (list(checks.broken_forms(plan.Question("batch", 0, body), batch)) == []) is kept
+
+
+def test_a_broken_form_is_told_also_where_it_is_what_came_alone():
+    told = Answer(" kobitanu!", "stop", 5, "done", "a")
+    found = checks.judge(plan.Order(form_of("pattern"), "a"), "r", reply(whole(told.text, "stop")), told, WORDS)
+    assert [violation.kind for violation in found] == [Kind.BROKEN_FORM]
 
 
 # -- the whole run
@@ -284,10 +457,10 @@ def test_malformed_answers_are_told_as_such():
 
 def test_a_soak_whose_answers_hold_no_words_is_told():
     keys = {str(number): "kobitanu" for number in range(10)}
-    answers = {key: Answer("It is kobitanu." if int(key) < 3 else "I forgot.") for key in keys}
-    assert checks.toothless(answers, keys) is None
-    answers["0"] = Answer("I forgot.")
-    assert "2 of 10" in checks.toothless(answers, keys)
+    told = {key: Answer("It is kobitanu." if int(key) < 3 else "I forgot.") for key in keys}
+    assert checks.toothless({**told, "vector": Vectors([], 1)}, keys) is None
+    told["0"] = Answer("I forgot.")
+    assert "2 of 10" in checks.toothless(told, keys)
 
 
 def test_busy_slots():
@@ -371,6 +544,8 @@ def test_tally_counts_and_tells():
     assert f"wrong bytes   {TOLD_VIOLATIONS + 1}" in said
     assert sum("VIOLATION" in line for line in said) == TOLD_VIOLATIONS
     assert any("1 waiting" in line for line in said)
+    assert any("1 diary" in line for line in said)
+    assert "broken forms  0" in said
     assert any("1 prefill" in line for line in said)
     assert any("3 of 5 prompt tokens" in line for line in said)
 

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 
 import openai as openai_package
 import pytest
@@ -13,17 +14,19 @@ import pytest
 from .client import (
     CHAT,
     COMPLETIONS,
+    RawClient,
     ask,
     assert_error,
     chat,
     completion,
-    each_event,
     exactly,
     http,
     long_prompt,
     openai,
     route,
     streamed,
+    wait_active,
+    wait_idle,
 )
 from .daemon import Daemon
 
@@ -32,6 +35,9 @@ HANGUL = "안녕하세요. 저는 한국어를 배우고 있습니다. 안녕하
 FAMILIES = "👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧 👨‍👩‍👦 👩‍👩‍👧"
 SMALL_CONTEXT = 64
 SEEDS = 16
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+POLLS, POLLS_PER_SECOND = 60, 10
+TASK = "/v1/tasks/run"
 
 
 @pytest.fixture
@@ -80,6 +86,25 @@ def test_streams_run_side_by_side(official):
     assert [reason for _, reason in results] == ["length"] * 4
     firsts, lasts = zip(*((arrivals[0], arrivals[-1]) for arrivals, _ in results), strict=True)
     assert max(firsts) < min(lasts), "a stream had to wait for the end of another"
+
+
+def test_equal_prompts_side_by_side_have_a_slot_each_and_one_answer(shared, client):
+    together = threading.Barrier(4)
+
+    def run(number):
+        together.wait(30)
+        # One that goes on from what its slot has kept may well be done before the others have begun.
+        body = exactly(24, cache_prompt=False)
+        response = client.post(TASK, json=body, headers={"x-request-id": f"side-{number}"})
+        assert response.headers["x-request-id"] == f"side-{number}"
+        return response.json()
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(run, range(4)))
+    assert len({answer["text"] for answer in answers}) == 1
+    slots = [answer["metadata"]["slot"] for answer in answers]
+    assert sorted(slots) == [0, 1, 2, 3]
+    assert [int(shared.request_log(f"side-{number}")["slot"]) for number in range(4)] == slots
 
 
 def test_official_client_without_stream(official):
@@ -138,8 +163,7 @@ def test_stream_equals_whole(client, body):
     alone = ask(client, body)
     told = ask(client, {**body, "stream": True, "stream_options": {"include_usage": True}})
     assert (told.text, told.finish_reason) == (alone.text, alone.finish_reason)
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    assert [told.usage[name] for name in counts] == [alone.usage[name] for name in counts]
+    assert [told.usage[name] for name in COUNTS] == [alone.usage[name] for name in COUNTS]
     assert "\ufffd" not in alone.text
     assert told.chunks > 2
     assert not any(stop in alone.text for stop in body.get("stop", ()))
@@ -209,6 +233,20 @@ def test_hot_temperature_gives_valid_json(client):
         assert all(threads.map(hot, range(50)))
 
 
+def test_what_a_slot_has_kept_changes_no_answer(lone):
+    with http(lone.url) as client:
+        body = chat("Name three colours.", max_tokens=16)
+        cold = ask(client, {**body, "cache_prompt": False})
+        ask(client, chat("Tell me of the sea. " * 30, max_tokens=8))
+        after_another, again = ask(client, body), ask(client, body)
+    for answer in (after_another, again):
+        assert (answer.text, answer.finish_reason) == (cold.text, cold.finish_reason)
+        assert [answer.usage[name] for name in COUNTS] == [cold.usage[name] for name in COUNTS]
+    kept = [answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in (cold, after_another, again)]
+    assert kept[0] == 0
+    assert kept[1] < kept[2] < cold.usage["prompt_tokens"]
+
+
 # -- the ends of the context
 
 
@@ -217,8 +255,7 @@ def test_prompt_that_just_fits(small, stream):
     body = completion(long_prompt(SMALL_CONTEXT - 1), ignore_eos=True, stream=stream)
     answer = ask(small, {**body, "stream_options": {"include_usage": True}} if stream else body)
     assert answer.finish_reason == "length"
-    counts = [answer.usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-    assert counts == [SMALL_CONTEXT - 1, 1, SMALL_CONTEXT]
+    assert [answer.usage[name] for name in COUNTS] == [SMALL_CONTEXT - 1, 1, SMALL_CONTEXT]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -288,13 +325,28 @@ def test_thousands_of_calls_on_one_connection(client):
     assert len(ends) == 1
 
 
-def test_health_and_status_answer_during_a_prefill(client):
-    with client.stream("POST", COMPLETIONS, json=exactly(1, prompt=long_prompt(100), stream=True)) as response:
+def poll(client, times):
+    """Seconds that the answers of status routes took, ten times a second, and whether the last was of a prefill."""
+    began = time.monotonic()
+    for number in range(times):
+        time.sleep(max(0, began + number / POLLS_PER_SECOND - time.monotonic()))
         waits = []
-        for _ in range(20):
-            started = time.monotonic()
-            assert client.get("/health/live").status_code == 200
-            assert client.get("/v1/models").json()["data"][0]["active_slots"] <= 1
-            waits.append(time.monotonic() - started)
-        assert list(each_event(response))[-1] == "[DONE]"
-    assert sorted(waits)[len(waits) // 2] < 0.2
+        for path in ("/health/live", "/health/ready", "/v1/models", "/v1/slots"):
+            asked = time.monotonic()
+            response = client.get(path)
+            waits.append(time.monotonic() - asked)
+            assert response.status_code == 200
+        yield waits, "prefill" in {slot["phase"] for slot in response.json()["data"]}
+
+
+def test_health_and_status_answer_during_a_prefill(shared, client):
+    usual = max(wait for waits, _ in poll(client, POLLS // 3) for wait in waits)
+    with RawClient(shared.port) as raw:
+        raw.post(exactly(1, long_prompt(2000), cache_prompt=False))
+        wait_active(client, 1)
+        polls = takewhile(lambda found: found[1], poll(client, POLLS))
+        waits = sorted(wait for waits, _ in polls for wait in waits)
+    wait_idle(client)
+    assert len(waits) >= 100, "the prompt was through too soon to say anything"
+    # On a machine that is busy with something else, processes wait for their turn as well.
+    assert waits[len(waits) * 99 // 100] < 0.1 + usual

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from .plan import Order
+import jsonschema
+
+from .answers import Answer, Batch, MalformedError, Told, Vectors, likeness, read
+from .plan import Order, Question
 
 MIB = 1 << 20
 FLAT_SHARE, FLAT_MIB = 1.10, 8
 RECALLED_SHARE = 0.3
+ALIKE = 0.999
+"""Cosine between the vectors of one text, computed in company and without: they differ by rounding only."""
 
 
 class Kind(StrEnum):
@@ -22,6 +27,7 @@ class Kind(StrEnum):
 
     FOREIGN_WORD = "foreign word"
     WRONG_BYTES = "wrong bytes"
+    BROKEN_FORM = "broken form"
     CONTRACT = "outside the contract"
     STUCK = "stuck"
 
@@ -71,78 +77,13 @@ class Reply:
         return {200: "finished", 503: "busy"}.get(self.status or 0, f"status {self.status}")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer, or as much of one as came.
-
-    Attributes:
-        text: of it.
-        reason: finish reason; None while there is more to come.
-        tokens: its count by the server.
-        end: ``done``, or the code of an error event; None where a stream has not ended.
-        model: who says that it answered.
-    """
-
-    text: str
-    reason: str | None = None
-    tokens: int | None = None
-    end: str | None = None
-    model: str | None = None
-
-
-class MalformedError(Exception):
-    """Something is in no shape that the contract knows."""
-
-
-def read_whole(body: bytes) -> Answer:
-    """Read an answer in one piece.
-
-    Raises:
-        MalformedError: it is none.
-    """
-    try:
-        answer = json.loads(body)
-        (choice,) = answer["choices"]
-        tokens = answer["usage"]["completion_tokens"]
-        return Answer(_text(choice), choice["finish_reason"], tokens, "done", answer["model"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MalformedError(f"no answer ({error!r}): {body[:200]!r}") from None
-
-
-def read_stream(body: bytes) -> Answer:
-    """Read a stream, as far as it came; what is behind its last whole event is left out.
-
-    Raises:
-        MalformedError: something else than chunks, a usage, and one end is in it.
-    """
-    text, reason, tokens, end, model = "", None, None, None, None
-    for data in _events(body):
-        if end is not None:
-            raise MalformedError(f"an event behind the end: {data[:200]}")
-        if data == "[DONE]":
-            end = "done"
-            continue
-        try:
-            chunk = json.loads(data)
-            if "error" in chunk:
-                end = chunk["error"]["code"]
-                continue
-            text += "".join(map(_text, chunk["choices"]))
-            reason = next((choice["finish_reason"] for choice in chunk["choices"] if choice["finish_reason"]), reason)
-            tokens = (chunk["usage"] or {}).get("completion_tokens", tokens)
-            model = chunk["model"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MalformedError(f"no chunk ({error!r}): {data[:200]}") from None
-    return Answer(text, reason, tokens, end, model)
-
-
 def foreign_words(text: str, owner: int, words: Sequence[str]) -> list[str]:
     """The secret words in a text that are not its owner's. Neither case nor spaces hide them."""
     squeezed = re.sub(r"[\W_]+", "", text.lower())
     return [word for client, word in enumerate(words) if client != owner and word in squeezed]
 
 
-def judge(order: Order, request_id: str, reply: Reply, expected: Answer, words: Sequence[str]) -> list[Violation]:
+def judge(order: Order, request_id: str, reply: Reply, expected: Told, words: Sequence[str]) -> list[Violation]:
     """All that is wrong with what came back for an order.
 
     Arguments:
@@ -156,12 +97,12 @@ def judge(order: Order, request_id: str, reply: Reply, expected: Answer, words: 
     told = reply.body.decode("utf-8", "replace")
     if reply.status == 200:
         with contextlib.suppress(MalformedError):  # told by the others
-            told += _read(order, reply).text
+            told += read(order, reply.body).text
     found += [Violation(Kind.FOREIGN_WORD, word) for word in foreign_words(told, order.question.owner, words)]
     return [Violation(each.kind, f"{order.question.kind} of {request_id}: {each.what}") for each in found]
 
 
-def _judge(order: Order, request_id: str, reply: Reply, expected: Answer) -> Iterator[Violation]:
+def _judge(order: Order, request_id: str, reply: Reply, expected: Told) -> Iterator[Violation]:
     if reply.fate is Fate.STUCK:
         yield Violation(Kind.STUCK, f"no end after {reply.seconds:.0f} s, status {reply.status}")
     if reply.fate is Fate.LOST or (reply.fate is Fate.LEFT and order.cut is None):
@@ -190,12 +131,12 @@ def error_type(body: bytes) -> str | None:
         return None
 
 
-def _judge_answer(order: Order, reply: Reply, expected: Answer) -> Iterator[Violation]:
+def _judge_answer(order: Order, reply: Reply, expected: Told) -> Iterator[Violation]:
     whole = reply.fate is Fate.WHOLE
     if not whole and not order.stream:
         return  # a piece of a JSON object says nothing
     try:
-        answer = _read(order, reply)
+        answer = read(order, reply.body)
     except MalformedError as error:
         yield Violation(Kind.CONTRACT, str(error))
         return
@@ -203,12 +144,25 @@ def _judge_answer(order: Order, reply: Reply, expected: Answer) -> Iterator[Viol
         yield Violation(Kind.CONTRACT, f"{order.model} was asked and {answer.model} answered")
     if answer.end not in ("done", None) or (whole and answer.end is None):
         yield Violation(Kind.CONTRACT, f"the stream ended with {answer.end}")
-    elif answer.reason is None and expected.text.startswith(answer.text) and not whole:
-        return
-    elif (answer.text, answer.reason) != (expected.text, expected.reason):
-        yield Violation(Kind.WRONG_BYTES, f"{answer.text!r} ({answer.reason}), alone {expected.text!r}")
-    elif whole and answer.tokens != expected.tokens:
-        yield Violation(Kind.WRONG_BYTES, f"{answer.tokens} tokens, alone {expected.tokens}")
+    elif problem := answer.wrong(expected, whole=whole):
+        yield Violation(Kind.WRONG_BYTES, problem)
+    yield from (Violation(Kind.BROKEN_FORM, problem) for problem in broken_forms(order.question, answer))
+
+
+def broken_forms(question: Question, told: Told) -> Iterator[str]:
+    """Where an answer is not of the form that was asked for. One that was cut off may be the beginning of it."""
+    items = told.items if isinstance(told, Batch) else {0: told}
+    for index, answer in items.items():
+        body = question.requests[index] if index < len(question.requests) else {}
+        if isinstance(answer, Vectors) or answer.reason != "stop":
+            continue
+        if (pattern := body.get("regex")) is not None and not re.fullmatch(pattern, answer.text):
+            yield f"{answer.text!r} does not match {pattern}"
+        if (form := body.get("response_format")) is not None:
+            try:
+                jsonschema.validate(json.loads(answer.text), form["json_schema"]["schema"])
+            except (ValueError, jsonschema.ValidationError) as error:
+                yield f"{answer.text!r} is not of its form: {error}"
 
 
 def judge_operation(route: str, statuses: Iterable[int], reply: Reply) -> list[Violation]:
@@ -224,17 +178,42 @@ def judge_operation(route: str, statuses: Iterable[int], reply: Reply) -> list[V
     return []
 
 
-def toothless(expected: Mapping[str, Answer], words: Mapping[str, str]) -> str | None:
+def toothless(expected: Mapping[str, Told], words: Mapping[str, str]) -> str | None:
     """Say so where too few answers hold their own client's word: then one with a foreign word would prove little.
 
     Arguments:
         expected: answers by question.
         words: of the clients, by question.
     """
-    recalled = sum(words[key] in answer.text.lower() for key, answer in expected.items())
-    if recalled >= RECALLED_SHARE * len(expected):
+    texts = {key: answer.text.lower() for key, answer in expected.items() if not isinstance(answer, Vectors)}
+    recalled = sum(words[key] in text for key, text in texts.items())
+    if recalled >= RECALLED_SHARE * len(texts):
         return None
-    return f"only {recalled} of {len(expected)} answers hold their own word"
+    return f"only {recalled} of {len(texts)} answers hold their own word"
+
+
+def in_company(catalogue: Iterable[Question], expected: Mapping[str, Told]) -> tuple[int, int, list[str]]:
+    """Compare what questions got in a batch, or in a list of texts, with what they got alone.
+
+    Rows that are computed together may round otherwise than alone, and then an answer goes another way. A vector
+    doesn't.
+
+    Returns:
+        How many answers are the same, how many there are, and which vectors are not alike.
+    """
+    same, all_of_them, unlike = 0, 0, []
+    for question in catalogue:
+        told = expected[question.key]
+        for index, part in enumerate(question.parts):
+            alone = expected.get(part.key)
+            if isinstance(told, Batch) and isinstance(alone, Answer):
+                all_of_them += 1
+                same += told.items[index].text == alone.text
+            elif isinstance(told, Vectors) and isinstance(alone, Vectors):
+                nearness = likeness(told.vectors[index], alone.vectors[0])
+                if nearness < ALIKE:
+                    unlike.append(f"vector {index} in company is at {nearness:.6f} to the one alone")
+    return same, all_of_them, unlike
 
 
 def busy_slots(models: Sequence[Mapping[str, Any]], slots: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -322,27 +301,3 @@ def drain_problems(log: str, finished: int, refused: int) -> list[str]:
     if not 1 <= active <= finished:
         found.append(f"{active} requests were under way at the signal, {finished} had been sent")
     return found
-
-
-def _read(order: Order, reply: Reply) -> Answer:
-    return read_stream(reply.body) if order.stream else read_whole(reply.body)
-
-
-def _events(body: bytes) -> Iterator[str]:
-    """Data of the whole events; comments are left out."""
-    *blocks, _ = body.split(b"\n\n")
-    for block in blocks:
-        if block.startswith(b":"):
-            continue
-        if not block.startswith(b"data: ") or b"\n" in block:
-            raise MalformedError(f"no event: {block[:200]!r}")
-        try:
-            yield block.removeprefix(b"data: ").decode()
-        except UnicodeDecodeError:
-            raise MalformedError(f"no UTF-8: {block[:200]!r}") from None
-
-
-def _text(choice: Mapping[str, Any]) -> str:
-    if "text" in choice:
-        return choice["text"]
-    return (choice["message"] if "message" in choice else choice["delta"]).get("content") or ""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import h11
 import trio
 
-from .checks import Answer, Fate, Kind, Reply, Violation, error_type, judge, judge_operation
+from .answers import Told
+from .checks import Fate, Kind, Reply, Violation, error_type, judge, judge_operation
 from .plan import Cut, Operation, Order
 from .tally import Tally
 from .wire import Exchange, Wire
@@ -96,7 +97,7 @@ class World:
 
     port: int
     words: list[str]
-    expected: dict[str, Answer]
+    expected: dict[str, Told]
     tally: Tally
     pauses: Pauses = field(default_factory=Pauses)
     watch: Watch = field(default_factory=Watch)

@@ -12,19 +12,36 @@ from typing import Any
 MODELS = ("a", "b")
 """Two ids over one file, so both have to give the same answers."""
 
-SLOTS = {"a": 4, "b": 2}
+EMBEDDER = "e"
+"""A third one over the same file, for vectors."""
+
+SLOTS = {"a": 4, "b": 2, EMBEDDER: 2}
 MIN_CONTEXT = 512  # whatever is asked has to fit into it together with its answer
 CONTEXTS = (MIN_CONTEXT, 640, 768, 1024)
 PATIENT_MS = 300_000
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BATCH, EMBEDDINGS = "/v1/tasks/batch", "/v1/embeddings"
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
 UNLOAD_MANY, UNLOAD_ALL = "/v1/tasks/unload_models", "/v1/tasks/unload_all_models"
 
+_IDS = tuple(SLOTS)
 _CUT_SHARE = 0.3
 _OPERATION_CUT_SHARE = 0.2
 _FRESH_SHARE = 0.2
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 _SYLLABLES_OF_A_WORD = 4
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "password": {"type": "string", "maxLength": 16},
+        "sure": {"type": "boolean"},
+        "reason": {"enum": ["told", "guessed", None]},
+    },
+    "required": ["password", "sure", "reason"],
+    "additionalProperties": False,
+}
+_FORM = {"type": "json_schema", "json_schema": {"name": "password", "strict": True, "schema": _SCHEMA}}
+_ROUTES = {"messages": CHAT, "prompt": COMPLETIONS, "requests": BATCH, "input": EMBEDDINGS}
 _FILLER = "The sea was calm and the boat went on past the old harbour. "
 
 
@@ -69,7 +86,28 @@ class Question:
     @property
     def route(self) -> str:
         """Where it belongs."""
-        return CHAT if "messages" in self.body else COMPLETIONS
+        return next(route for name, route in _ROUTES.items() if name in self.body)
+
+    @property
+    def requests(self) -> Sequence[Mapping[str, Any]]:
+        """The bodies of what it asks together, or its own."""
+        return self.body.get("requests", [self.body])
+
+    @property
+    def parts(self) -> Sequence[Question]:
+        """What it asks together, one by one; none where it asks one thing only."""
+        if self.route == BATCH:
+            bodies = self.requests
+        elif self.route == EMBEDDINGS and isinstance(self.body["input"], list):
+            bodies = [{"input": text} for text in self.body["input"]]
+        else:
+            bodies = []
+        return [Question(self.kind, self.owner, body) for body in bodies]
+
+    @property
+    def models(self) -> Sequence[str]:
+        """Who can be asked."""
+        return (EMBEDDER,) if self.route == EMBEDDINGS else MODELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +135,7 @@ class Order:
     Attributes:
         question: what is asked.
         model: who is asked.
-        stream: whether the answer is streamed.
+        stream: whether the answer is streamed. That of a batch always is, and vectors never are.
         busy_timeout_ms: longest wait for a slot; None says nothing of it.
         fresh: let the slot reuse nothing of what it has kept.
         cut: how the client leaves early, if it does.
@@ -115,11 +153,13 @@ class Order:
     @property
     def body(self) -> dict[str, Any]:
         """What is sent."""
-        body = {**self.question.body, "model": self.model, "stream": self.stream}
-        if self.stream:
-            body["stream_options"] = {"include_usage": True}
-        if self.fresh:
-            body["cache_prompt"] = False
+        body = {**self.question.body, "model": self.model}
+        if self.question.route in (CHAT, COMPLETIONS):
+            body["stream"] = self.stream
+            if self.stream:
+                body["stream_options"] = {"include_usage": True}
+            if self.fresh:
+                body["cache_prompt"] = False
         if self.busy_timeout_ms is not None:
             body["busy_timeout_ms"] = self.busy_timeout_ms
         return body
@@ -166,13 +206,17 @@ def questions(seed: int, shape: Shape) -> list[list[Question]]:
 def farewell(seed: int, shape: Shape) -> list[Order]:
     """Long answers, one for each client, that are under way when the server is told to stop."""
     chance = random.Random(f"{seed}/farewell")
-    tales = [next(question for question in own if question.kind == "tale") for own in questions(seed, shape)]
-    return [Order(tale, chance.choice(MODELS), stream=chance.random() < 0.5) for tale in tales]
+    kinds = ["tale", "tale", "tale", "batch"]
+    asked = [
+        next(question for question in own if question.kind == kinds[owner % len(kinds)])
+        for owner, own in enumerate(questions(seed, shape))
+    ]
+    return [Order(one, chance.choice(MODELS), stream=_streams(chance, one)) for one in asked]
 
 
 def patience() -> list[Operation]:
     """Calls after which every model lets its requests wait for as long as they like, and is loaded."""
-    bodies = [{"id": model, "busy_timeout_ms": PATIENT_MS} for model in MODELS]
+    bodies = [{"id": model, "busy_timeout_ms": PATIENT_MS} for model in SLOTS]
     return [Operation(LOAD, body, frozenset({200}), patience=None, pause=0) for body in bodies]
 
 
@@ -181,10 +225,11 @@ def orders(seed: int, client: int, own: Sequence[Question]) -> Iterator[Order]:
     chance = random.Random(f"{seed}/client/{client}")
     while True:
         cut = _cut(chance) if chance.random() < _CUT_SHARE else None
+        question = _asked(chance, own, cut)
         yield Order(
-            question=_asked(chance, own, cut),
-            model=chance.choice(MODELS),
-            stream=chance.random() < 0.5 or (cut is not None and cut.where == "events"),
+            question=question,
+            model=chance.choice(question.models),
+            stream=_streams(chance, question) or (cut is not None and cut.where == "events"),
             busy_timeout_ms=_busy_timeout(chance),
             fresh=chance.random() < _FRESH_SHARE,
             cut=cut,
@@ -224,14 +269,31 @@ def _bodies(word: str, sampling_seed: int, shape: Shape) -> Iterator[tuple[str, 
     long = f"The password is {word}. {_FILLER * shape.filler}Now say it: the password is"
     yield "long", {"prompt": long, "max_tokens": 12, **greedy}
     yield "dice", {"prompt": diary, "max_tokens": 16, "temperature": 0.8, "seed": sampling_seed}
-    tale = f"This is a tale of a wizard whose name was {word}. Once upon a time the wizard {word}"
-    yield "tale", {"prompt": tale, "max_tokens": shape.tale, "ignore_eos": True, **greedy}
+    story = f"This is a tale of a wizard whose name was {word}. Once upon a time the wizard {word}"
+    tale = {"prompt": story, "max_tokens": shape.tale, "ignore_eos": True, **greedy}
+    yield "tale", tale
+    gate = f"The password of the gate is {word}. Say the password, and whether you are sure. The password is"
+    pattern = {"prompt": gate, "regex": r" [a-z]{8}, (yes|no)\.", "max_tokens": 24, "temperature": 0.8}
+    pattern["seed"] = sampling_seed
+    yield "pattern", pattern
+    talk = [{"role": "user", "content": f"The password is {word}. Tell it as JSON, and how sure you are."}]
+    form = {"messages": talk, "response_format": _FORM, "max_tokens": 48, **greedy}
+    yield "form", form
+    yield "batch", {"requests": [{"prompt": diary, "max_tokens": 12, **greedy}, tale, form, pattern]}
+    yield "vector", {"input": diary}
+    yield "vectors", {"input": [gate, diary, f"{word}!", long], "encoding_format": "base64"}
 
 
 def _asked(chance: random.Random, own: Sequence[Question], cut: Cut | None) -> Question:
     """Any question, but one whose phase lasts where the client means to leave in it."""
-    wanted = {"prefill": "long", "decode": "tale", "events": "tale"}.get(cut.where if cut else "")
-    return chance.choice([question for question in own if wanted in (None, question.kind)])
+    wanted = {"prefill": ["long"], "decode": ["tale", "batch"], "events": ["tale", "batch"]}
+    kinds = wanted.get(cut.where if cut else "")
+    return chance.choice([question for question in own if kinds is None or question.kind in kinds])
+
+
+def _streams(chance: random.Random, question: Question) -> bool:
+    """Whether an answer comes in a stream, where that is free."""
+    return question.route == BATCH or (chance.random() < 0.5 and question.route != EMBEDDINGS)
 
 
 def _cut(chance: random.Random) -> Cut:
@@ -250,7 +312,7 @@ _Call = tuple[str, dict[str, Any], set[int]]
 
 
 def _reconfigure(chance: random.Random, threads: Sequence[int]) -> _Call:
-    body: dict[str, Any] = {"id": chance.choice(MODELS)}
+    body: dict[str, Any] = {"id": chance.choice(_IDS)}
     body |= {
         "slots": chance.randint(1, 4),
         "n_ctx": chance.choice(CONTEXTS),
@@ -265,11 +327,11 @@ def _reconfigure(chance: random.Random, threads: Sequence[int]) -> _Call:
 
 
 def _unload(chance: random.Random) -> _Call:
-    return UNLOAD, _bounded(chance, {"id": chance.choice(MODELS)}), {200, 503}
+    return UNLOAD, _bounded(chance, {"id": chance.choice(_IDS)}), {200, 503}
 
 
 def _unload_many(chance: random.Random) -> _Call:
-    ids = [chance.choice([*MODELS, "nobody"]) for _ in range(chance.randint(1, 3))]
+    ids = [chance.choice([*_IDS, "nobody"]) for _ in range(chance.randint(1, 3))]
     return UNLOAD_MANY, _bounded(chance, {"model_ids": ids}), {200, 503}
 
 
@@ -279,7 +341,7 @@ def _unload_all(chance: random.Random) -> _Call:
 
 def _nonsense(chance: random.Random) -> _Call:
     """What can't be, and must not change anything."""
-    known = chance.choice(MODELS)
+    known = chance.choice(_IDS)
     return chance.choice(
         [
             (LOAD, {"id": known, "slots": 17}, {400}),

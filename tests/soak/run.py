@@ -13,8 +13,8 @@ from lifecycle.daemon import Daemon
 
 from trioserve.config.model_files import embedded_model_path
 
-from . import checks, plan
-from .checks import Answer, Kind, Violation
+from . import answers, checks, plan
+from .checks import Kind, Violation
 from .clients import World, be_client, be_manager, be_newcomer, manage, place
 from .tally import Tally
 from .wire import Wire
@@ -57,9 +57,9 @@ def soak(seconds: float, seed: int, shape: plan.Shape, say: Say) -> Tally:
 @contextlib.contextmanager
 def _daemon() -> Iterator[Daemon]:
     entries = [
-        f'[[models]]\nid = "{name}"\npath = "{embedded_model_path()}"\nslots = {plan.SLOTS[name]}\n'
-        f"n_ctx = {plan.MIN_CONTEXT}\nthreads = 1\n"
-        for name in plan.MODELS
+        f'[[models]]\nid = "{name}"\npath = "{embedded_model_path()}"\nslots = {slots}\n'
+        f"n_ctx = {plan.MIN_CONTEXT}\nthreads = 1\n" + ('task = "embed"\n' if name == plan.EMBEDDER else "")
+        for name, slots in plan.SLOTS.items()
     ]
     # Nothing here is about how fast a crowded machine gets an answer out.
     server = "management = true\ndrain_timeout_ms = 240000\n"
@@ -76,7 +76,14 @@ async def _soak(daemon: Daemon, seconds: float, seed: int, shape: plan.Shape, sa
     began = trio.current_time()
     expected = await _alone(daemon.port, catalogue)
     say(f"{len(expected)} answers alone in {trio.current_time() - began:.0f} s")
-    by_key = {question.key: words[question.owner] for own in catalogue for question in own}
+    asked = [question for own in catalogue for question in own]
+    same, together, unlike = checks.in_company(asked, expected)
+    say(f"{same} of {together} answers of batches are those of their requests alone")
+    tally.violate(*(Violation(Kind.WRONG_BYTES, problem) for problem in unlike))
+    for question in asked:
+        problems = checks.broken_forms(question, expected[question.key])
+        tally.violate(*(Violation(Kind.BROKEN_FORM, problem) for problem in problems))
+    by_key = {question.key: words[question.owner] for question in asked}
     if problem := checks.toothless(expected, by_key):
         tally.violate(Violation(Kind.CONTRACT, problem))
     world = World(daemon.port, words, expected, tally)
@@ -93,16 +100,16 @@ async def _soak(daemon: Daemon, seconds: float, seed: int, shape: plan.Shape, sa
     await _end(world, daemon, plan.farewell(seed, shape))
 
 
-async def _alone(port: int, catalogue: list[list[plan.Question]]) -> dict[str, Answer]:
+async def _alone(port: int, catalogue: list[list[plan.Question]]) -> dict[str, answers.Told]:
     """The answers of a quiet server to all that will be asked."""
-    wire, answers = Wire(port), {}
+    wire, found = Wire(port), {}
     for question in (question for own in catalogue for question in own):
-        body = plan.Order(question, plan.MODELS[0], fresh=True).body
-        status, told = await wire.call("POST", question.route, body)
+        order = plan.Order(question, question.models[0], fresh=True)
+        status, told = await wire.call("POST", question.route, order.body)
         assert status == 200, told
-        answers[question.key] = checks.read_whole(told)
+        found[question.key] = answers.read(order, told)
     wire.leave()
-    return answers
+    return found
 
 
 async def _go_through(world: World, daemon: Daemon, seconds: float, say: Say) -> None:

@@ -19,6 +19,7 @@ class Tally:
     Attributes:
         outcomes: of requests, by their ids; see ``Reply.outcome``.
         operations: outcomes of management calls, by route.
+        answered: kinds of the questions of finished requests.
         cuts: how clients meant to leave, of those that did.
         violations: the first ones; ``kinds`` has all.
         kinds: how many violations of each kind there were.
@@ -28,6 +29,7 @@ class Tally:
 
     outcomes: dict[str, str] = field(default_factory=dict)
     operations: Counter[tuple[str, str]] = field(default_factory=Counter)
+    answered: Counter[str] = field(default_factory=Counter)
     cuts: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
     kinds: Counter[Kind] = field(default_factory=Counter)
@@ -40,6 +42,7 @@ class Tally:
         if reply.outcome == "left" and order.cut is not None:
             self.cuts[order.cut.where] += 1
         if reply.outcome == "finished":
+            self.answered[order.question.kind] += 1
             self.slowest = max(self.slowest, reply.seconds)
         self.violate(*found)
 
@@ -81,6 +84,7 @@ class Tally:
             reused: tokens of prompts that slots had kept already, and all of them.
         """
         yield f"requests      {_listed(Counter(self.outcomes.values()))}; the slowest answer took {self.slowest:.1f} s"
+        yield f"answered      {_listed(self.answered)}"
         yield f"left          as planned: {_listed(self.cuts)}"
         yield f"              as the server saw it: {_listed(Counter(phases))}"
         yield f"reused        {reused[0]} of {reused[1]} prompt tokens"
@@ -91,6 +95,7 @@ class Tally:
             routes[route.rpartition("/")[2]] += count
         yield f"operations    {_listed(routes)}; {_listed(outcomes)}"
         yield f"wrong bytes   {self.kinds[Kind.WRONG_BYTES]}"
+        yield f"broken forms  {self.kinds[Kind.BROKEN_FORM]}"
         yield f"foreign words {self.kinds[Kind.FOREIGN_WORD]}"
         yield f"contract      {self.kinds[Kind.CONTRACT]}"
         yield f"stuck         {self.kinds[Kind.STUCK]}"

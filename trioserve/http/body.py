@@ -6,27 +6,15 @@ import json
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-import trio
 from quart import Request
 
 from trioserve.errors import InvalidRequestError, UnsupportedMediaTypeError
+from trioserve.workers import Workers
 
 Parsed = TypeVar("Parsed")
 
 _INLINE_BYTES = 256 * 1024  # larger bodies are decoded in a thread, so that they don't hold up the event loop
-
-
-_large = trio.lowlevel.RunVar[trio.CapacityLimiter]("trioserve_large_bodies")
-
-
-def _large_bodies() -> trio.CapacityLimiter:
-    """Decoded, a large body takes many times its size: few at a time."""
-    try:
-        return _large.get()
-    except LookupError:
-        limiter = trio.CapacityLimiter(2)
-        _large.set(limiter)
-        return limiter
+_large_bodies = Workers("large_bodies", 2)  # decoded, one takes many times its size: few at a time
 
 
 async def read_as(request: Request, parse: Callable[[dict[str, object]], Parsed], *, optional: bool = False) -> Parsed:
@@ -49,11 +37,7 @@ async def read_as(request: Request, parse: Callable[[dict[str, object]], Parsed]
     def decode_and_parse() -> Parsed:
         return parse(decode_object(data))
 
-    return (
-        decode_and_parse()
-        if len(data) <= _INLINE_BYTES
-        else await trio.to_thread.run_sync(decode_and_parse, limiter=_large_bodies())
-    )
+    return decode_and_parse() if len(data) <= _INLINE_BYTES else await _large_bodies.run(decode_and_parse)
 
 
 def decode_object(data: bytes) -> dict[str, object]:

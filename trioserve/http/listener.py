@@ -275,17 +275,19 @@ async def serve_http(app: Any, config: Config, sock: socket.socket, until: Calla
     context = WorkerContext(None)
     handler = partial(Connection, ASGIWrapper(app), theirs, context, ConnectionState({}))
     async with trio.open_nursery() as connections:
-        async with trio.open_nursery() as accepting:
-            listeners = [_listener(theirs, sock, limits)]
-            accepting.start_soon(partial(trio.serve_listeners, handler, listeners, handler_nursery=connections))
-            with removed_at_the_end(sock):
-                await until()
-            accepting.cancel_scope.cancel()
-        await context.terminated.set()
-        now = trio.current_time()
-        # What is cancelled still tells its client why: sends end later than the tasks that make them.
-        connections.cancel_scope.deadline = now + CLOSING_SECONDS / 2
-        limits.stop_at(now + CLOSING_SECONDS)
+        try:
+            async with trio.open_nursery() as accepting:
+                listeners = [_listener(theirs, sock, limits)]
+                accepting.start_soon(partial(trio.serve_listeners, handler, listeners, handler_nursery=connections))
+                with removed_at_the_end(sock):
+                    await until()
+                accepting.cancel_scope.cancel()
+        finally:  # also where a program around all this is cancelled
+            await context.terminated.set()
+            now = trio.current_time()
+            # What is cancelled still tells its client why: sends end later than the tasks that make them.
+            connections.cancel_scope.deadline = now + CLOSING_SECONDS / 2
+            limits.stop_at(now + CLOSING_SECONDS)
 
 
 def _listener(theirs: HypercornConfig, sock: socket.socket, limits: SendLimits) -> trio.abc.Listener[Any]:

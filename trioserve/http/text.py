@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import trio
 from quart import Response
 
 from trioserve.http import render
 from trioserve.service import Piece
+from trioserve.workers import Workers
 
 _INLINE_TOKENS = 4096  # fewer of them are written faster than a thread is woken
+_writers = Workers("written_tokens", 2)
 
 
 async def answer_tokens(pieces: Sequence[Piece], *, with_pieces: bool) -> Response:
@@ -19,7 +20,7 @@ async def answer_tokens(pieces: Sequence[Piece], *, with_pieces: bool) -> Respon
     if len(pieces) <= _INLINE_TOKENS:
         body = _body(pieces, with_pieces)
     else:
-        body = await trio.to_thread.run_sync(_body, pieces, with_pieces)
+        body = await _writers.run(_body, pieces, with_pieces)
     return Response(body, content_type="application/json")
 
 

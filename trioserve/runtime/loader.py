@@ -25,8 +25,11 @@ from trioserve.runtime.slot import Slot
 from trioserve.runtime.stall_watch import StallWatch
 from trioserve.runtime.weights_cache import WeightsCache
 from trioserve.scheduling.lifecycle import MODEL, ModelEvent, ModelState, advance
+from trioserve.workers import Workers
 
 logger = logging.getLogger("trioserve.model")
+
+_inspections = Workers("inspections", 4)  # as many as may load at a time
 
 LoadProgress = Callable[[str, float], None]
 """Told a model's id and how much of it is loaded, from 0 to 1, in the loading thread."""
@@ -79,7 +82,7 @@ async def inspect(engine: Engine, config: ModelConfig) -> ModelFile:
     for path in adapters:
         check_adapter_file(path)
     try:
-        return await trio.to_thread.run_sync(engine.inspect, config.path, adapters)
+        return await _inspections.run(engine.inspect, config.path, adapters)
     except UnfitOptions as error:
         raise InvalidModelError(f"{error.option}: {error}", param=error.option) from None
     except LoadFailure as error:

@@ -96,7 +96,7 @@ class StallWatch:
         if not self._timeout:
             return
         while True:
-            if not self._attended:
+            while not self._attended:  # who wanted it may have left again
                 self._wanted = trio.Event()
                 await self._wanted.wait()
             now = trio.current_time()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import trio
 from quart import Response
 from quart_trio import QuartTrio
 
@@ -13,6 +12,9 @@ from trioserve.http.operation import Operation
 from trioserve.http.render import dumps
 from trioserve.http.schemas.responses import Document
 from trioserve.service import Service
+from trioserve.workers import Workers
+
+_writer = Workers("document", 1)
 
 
 def register(app: QuartTrio, service: Service) -> None:
@@ -26,4 +28,4 @@ def register(app: QuartTrio, service: Service) -> None:
     @Operation("This document", answers={200: Document})
     async def openapi() -> Response:
         # The first one takes a while, too long for the event loop.
-        return Response(await trio.to_thread.run_sync(encoded), content_type="application/json")
+        return Response(await _writer.run(encoded), content_type="application/json")
