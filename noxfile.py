@@ -100,6 +100,12 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def api_page(session: nox.Session) -> None:
+    """Write those columns of docs/api.md anew that follow from the schemas."""
+    run(session, "tests.api_page")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Load a running server: nox -s bench -- URL MODEL [--clients 1,2,4,8]."""
     run(session, "trioserve.bench", *session.posargs)
