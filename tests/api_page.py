@@ -82,6 +82,16 @@ def tables(told: Json) -> dict[str, list[Row]]:
     return {CHAT: found.pop(CHAT), COMPLETIONS: found.pop(COMPLETIONS), COMMON: common, **found}
 
 
+def fields_of(told: Json, name: str) -> set[str]:
+    """The names of all fields of a schema, those of schemas inside it included.
+
+    Arguments:
+        told: the OpenAPI document.
+        name: of the schema.
+    """
+    return {field for field, *_ in _rows(told["components"]["schemas"], name, set())}
+
+
 def _place(heading: str) -> int:
     """Those with something to compare first, in their order."""
     return [*UPSTREAM, heading].index(heading)
@@ -93,12 +103,13 @@ def _named(schema: Json) -> str:
 
 
 def _rows(schemas: Json, name: str, bodies: set[str], prefix: str = "") -> Iterator[Row]:
+    """The rows of one schema, and of those inside it but for whole bodies."""
     described = schemas[name]
     for field, schema in described["properties"].items():
         default = schema.get("default")
         required = field in described.get("required", ())
         told = "required" if required else "none" if default is None else f"`{_json(default)}`"
-        yield f"{prefix}{field}", type_of(schema), told, schema["description"]
+        yield f"{prefix}{field}", type_of(schema), told, schema.get("description", "")
         for inner, mark in _inner(schema):
             if inner not in bodies:
                 yield from _rows(schemas, inner, bodies, f"{prefix}{field}{mark}.")
@@ -220,7 +231,8 @@ def _line(cells: list[str]) -> str:
 
 def _sections(page: str) -> Iterator[tuple[str, str]]:
     _, *parts = re.split(r"^### (.+)$", page, flags=re.MULTILINE)
-    yield from zip(parts[::2], parts[1::2], strict=True)
+    for heading, text in zip(parts[::2], parts[1::2], strict=True):
+        yield heading, text.partition("\n## ")[0]
 
 
 if __name__ == "__main__":

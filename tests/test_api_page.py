@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import re
 import typing
 
+import anthropic.types as anthropic_types
 import anthropic.types.beta as anthropic_beta
 import api_page
 import openai.types as openai_types
+import openai.types.chat as openai_chat
+import openai.types.responses as openai_responses
 import pytest
 from anthropic.types import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming, MessageCreateParamsStreaming
 from api_page import CHAT, COMMON, COMPLETIONS, UNWRITTEN, UPSTREAM
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
+from pydantic import BaseModel
 from test_http_openapi import DOCUMENT
 
 from trioserve.http.schemas.chat import ChatCompletionRequest
@@ -84,6 +89,56 @@ def test_every_field_of_the_official_clients_is_declared_refused_or_ignored_know
 def test_a_field_is_one_of_declared_refused_and_ignored(schema):
     kinds = [*schema.model_fields, *schema.neutral, *schema.ignored]
     assert len(kinds) == len(set(kinds))
+
+
+# Answers
+
+ANSWERS = {
+    "chat.completion": ("ChatCompletion", openai_chat.ChatCompletion),
+    "chat.completion.chunk": ("ChatCompletionChunk", openai_chat.ChatCompletionChunk),
+    "text_completion": ("TextCompletion", openai_types.Completion),
+    "response": ("ResponseObject", openai_responses.Response),
+    "message": ("MessageObject", anthropic_types.Message),
+    "list": ("EmbeddingList", openai_types.CreateEmbeddingResponse),
+    "model": ("Model", openai_types.Model),
+}
+# What stands in these differs from part to part, is what was sent, or is null here.
+INSIDES = r"(output|content|instructions|tools)\[\]\.|(tool_choice|text\.format|error)\.|.*\.refusal\[\]\."
+
+
+def fields_of_client(model, prefix="", depth=5):
+    """The names of all fields of a client's answer, spelled as on the page."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for inner, mark in models_in(field.annotation) if depth else ():
+            yield from fields_of_client(inner, f"{prefix}{name}{mark}.", depth - 1)
+
+
+def models_in(annotation, mark=""):
+    """The models in an annotation, and the mark of those in lists."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [(annotation, mark)]
+    mark = "[]" if typing.get_origin(annotation) is list else mark
+    return [found for inner in typing.get_args(annotation) for found in models_in(inner, mark)]
+
+
+def only_in(some, others):
+    """What the others lack, without what stands inside something that they lack altogether."""
+    lacking = {name for name in some - others if not re.match(INSIDES, name)}
+    return {name for name in lacking if not any(name.startswith((f"{other}.", f"{other}[].")) for other in lacking)}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_answers_have_and_lack_is_told(answer):
+    name, model = ANSWERS[answer]
+    ours, theirs = api_page.fields_of(DOCUMENT, name), set(fields_of_client(model))
+    table = PAGE.partition("## Fields of answers\n")[2]
+    row = re.search(rf"^\| `{re.escape(answer)}` \| (.*) \| (.*) \|$", table, re.MULTILINE)
+    there, here = (set(re.findall(r"`(.+?)`", cell)) for cell in row.groups())
+    assert only_in(theirs, ours) <= there, "new in this version of the client"
+    assert only_in(ours, theirs) <= here
+    assert here <= ours
+    assert there.isdisjoint(ours)
 
 
 # The generator
