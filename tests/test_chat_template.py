@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -9,12 +10,22 @@ import threading
 from datetime import datetime
 from pathlib import Path
 
+import chat_families
 import gguf
 import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trioserve.chat import CHATML_TEMPLATE, ChatTemplate, default_template, normalise_messages, render_prompt
+from trioserve.chat import (
+    CHATML_TEMPLATE,
+    ChatTemplate,
+    Tool,
+    ToolUse,
+    default_template,
+    normalise_messages,
+    render_chat,
+    render_prompt,
+)
 from trioserve.errors import ChatTemplateError
 
 NOW = datetime(2024, 7, 26, 12, 30)
@@ -165,6 +176,13 @@ def compiled(source: str, **bounds: float) -> ChatTemplate:
 
 def reference(source: str, messages, **variables) -> str:
     """The same template by plain Jinja, configured as Hugging Face transformers does."""
+    variables = {"add_generation_prompt": True, "tools": None, "documents": None, **variables}
+    return plain(source).render(messages=messages, bos_token="<s>", eos_token="</s>", **variables)
+
+
+@functools.cache
+def plain(source: str) -> jinja2.Template:
+    """A template compiled as that does."""
 
     class Generation(jinja2.ext.Extension):
         tags = {"generation"}  # noqa: RUF012
@@ -189,8 +207,7 @@ def reference(source: str, messages, **variables) -> str:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = NOW.strftime
-    variables = {"add_generation_prompt": True, "tools": None, "documents": None, **variables}
-    return environment.from_string(source).render(messages=messages, bos_token="<s>", eos_token="</s>", **variables)
+    return environment.from_string(source)
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +237,88 @@ def test_families_render_as_the_reference_does(family, conversation, new_turn):
     else:
         prompt = compiled(source).render(messages, add_generation_prompt=new_turn, tools=TOOLS, now=NOW)
         assert prompt == expected
+
+
+def either(render, *arguments, **variables):
+    """A prompt, or the words in which a template refused to make one."""
+    try:
+        return render(*arguments, **variables)
+    except (jinja2.exceptions.TemplateError, TypeError) as refusal:
+        return f"refused: {refusal}"
+    except ChatTemplateError as refusal:
+        return refusal.message
+
+
+def same(ours, theirs):
+    """Whether both are the same prompt, or refusals in the same words."""
+    words = theirs.removeprefix("refused: ")
+    return ours == theirs or (theirs != words and words in ours)
+
+
+@pytest.mark.parametrize("conversation", chat_families.CONVERSATIONS)
+@pytest.mark.parametrize("family", chat_families.FAMILIES)
+def test_templates_of_common_families_render_as_the_reference_does(family, conversation):
+    source = chat_families.FAMILIES[family]
+    messages = normalise_messages(chat_families.CONVERSATIONS[conversation])
+    template = compiled(source)
+    for tools in (None, chat_families.TOOLS):
+        for new_turn in (True, False):
+            for extra in ({}, {"enable_thinking": False}, {"builtin_tools": ["weather", "code_interpreter"]}):
+                ours = either(
+                    template.render, messages, add_generation_prompt=new_turn, tools=tools, extra=extra, now=NOW
+                )
+                theirs = either(reference, source, messages, add_generation_prompt=new_turn, tools=tools, **extra)
+                assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("family", chat_families.FAMILIES)
+def test_every_family_renders_a_plain_conversation(family):
+    """So that what is compared above is not just refusals."""
+    template = compiled(chat_families.FAMILIES[family])
+    for name in ("user", "system", "answered"):
+        messages = chat_families.CONVERSATIONS[name]
+        if family == "mistral v1" and name != "user":
+            with pytest.raises(ChatTemplateError, match="nobody else"):
+                template.render(messages)
+        else:
+            assert "Weather in <Zürich>?" in template.render(messages, now=NOW)
+
+
+@pytest.mark.parametrize("family", chat_families.KNOW_TOOLS)
+def test_calls_and_results_reach_the_prompt(family):
+    messages = normalise_messages(chat_families.CONVERSATIONS["result and answer"])
+    template = compiled(chat_families.FAMILIES[family])
+    prompt = template.render(messages, tools=chat_families.TOOLS, now=NOW)
+    assert "weather" in prompt
+    assert "Zürich" in prompt.partition("Weather in <Zürich>?")[2]
+    assert "blue & clear" in prompt
+
+
+@pytest.mark.parametrize("family", chat_families.READ_PARTS)
+def test_parts_give_what_a_template_that_reads_parts_makes_of_them(family):
+    source = chat_families.FAMILIES[family]
+    text = {"type": "text", "text": "Hi"}
+    messages = [{"role": "system", "content": [text]}, {"role": "user", "content": [text, text]}]
+    assert compiled(source).render(normalise_messages(messages), now=NOW) == reference(source, messages)
+
+
+@pytest.mark.parametrize("conversation", ["call", "result", "result and answer"])
+@pytest.mark.parametrize("family", chat_families.UNDERSTOOD)
+def test_arguments_come_as_json_text_and_reach_templates_as_objects(family, conversation, monkeypatch):
+    monkeypatch.setattr("trioserve.chat.template._clock", lambda _: NOW.strftime)
+    source, objects = chat_families.FAMILIES[family], chat_families.CONVERSATIONS[conversation]
+    use = ToolUse([Tool(tool["function"]["name"], None, tool) for tool in chat_families.TOOLS])
+    prompt, _ = render_chat(compiled(source), normalise_messages([as_sent(message) for message in objects]), use)
+    assert prompt == reference(source, normalise_messages(objects), tools=chat_families.TOOLS)
+
+
+def as_sent(message):
+    """A message as clients send it back: with the arguments of calls as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)

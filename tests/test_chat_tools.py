@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import chat_families
 import jsonschema
 import llguidance
 import pytest
@@ -22,6 +23,7 @@ from trioserve.chat import (
 )
 from trioserve.chat.dialects import GENERIC, HERMES, LLAMA, MISTRAL
 from trioserve.chat.history import with_spoken_tools
+from trioserve.errors import ChatTemplateError
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 
@@ -117,6 +119,75 @@ def test_each_call_of_a_turn_is_decoded_once(monkeypatch):
     many = [{"id": str(number), "function": {"name": "time", "arguments": "{}"}} for number in range(100)]
     with_spoken_tools([{"role": "assistant", "content": "", "tool_calls": many}], None)
     assert len(decoded) == 100
+
+
+def our_own(*names):
+    """A conversation in which one answer of this server, with all that an answer can hold, has been followed up."""
+    calls = [
+        {
+            "id": f"call_{name}0123456789",
+            "type": "function",
+            "function": {"name": name, "arguments": '{"city": "Bonn"}'},
+        }
+        for name in names
+    ]
+    answer = {"role": "assistant", "content": "Let me see.", "refusal": None, "reasoning_content": "Hm"}
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": f"{call['id']} knows"} for call in calls]
+    return [*USER, {**answer, "tool_calls": calls}, *results]
+
+
+@pytest.mark.parametrize("use", [None, USE], ids=["without tools", "with tools"])
+@pytest.mark.parametrize("names", [["weather"], ["weather", "time"]], ids=["one call", "two calls"])
+@pytest.mark.parametrize("ending", [[], [{"role": "assistant", "content": "Well."}, *USER]], ids=["result", "question"])
+@pytest.mark.parametrize("family", chat_families.FAMILIES)
+def test_an_answer_of_this_server_is_never_refused_as_history(family, names, ending, use):
+    text = rendered(chat_families.FAMILIES[family], [*our_own(*names), *ending], use)
+    places = [text.rindex(f"call_{name}0123456789 knows") for name in names]
+    assert places == sorted(places)
+    assert [text.count(f"call_{name}0123456789 knows") for name in names] == [1] * len(names)
+    assert all(text.count(f'"{name}"') + text.count(f"{name}\n```json") >= 1 for name in names)
+
+
+def test_calls_are_told_one_by_one_only_where_they_have_to_be():
+    calls = our_own("weather", "time")
+    together, apart = (rendered(chat_families.FAMILIES[name], calls) for name in ("qwen2.5", "llama3.1"))
+    assert together.index("call_weather") > together.index('"time"')
+    assert apart.index("call_weather") < apart.index('"time"')
+
+
+def test_ids_are_shortened_only_where_they_have_to_be():
+    shows = "{% if tools %}{% endif %}[TOOL_CALLS]{% for m in messages %}{{ m.tool_call_id }}{% endfor %}"
+    assert "call_weather0123456789" in rendered(shows, our_own("weather"), USE)
+    strict = shows.replace(
+        "{{ m", "{{ raise_exception('nine') if m.tool_call_id and m.tool_call_id | length != 9 }}{{ m"
+    )
+    text = rendered(strict, our_own("weather"), USE)
+    assert "call_weather" not in text
+    assert len(text.removeprefix("[TOOL_CALLS]")) == 9
+
+
+@pytest.mark.parametrize("more", [{}, {"parameters": None, "description": None}, {"parameters": {"type": "object"}}])
+def test_a_template_may_look_into_parts_of_tools_that_were_left_out(more):
+    given = {"type": "function", "function": {"name": "time", **more}}
+    use = ToolUse([Tool("time", more.get("parameters"), given)])
+    text = rendered(chat_families.FAMILIES["hermes3"], USER, use)
+    assert '{"name": "time", "signature": "time() - ' in text
+    assert json.dumps(given, ensure_ascii=False) in rendered(NATIVE.replace("BY", ""), USER, use)
+
+
+def test_a_refusal_that_no_other_way_helps_is_told_as_it_was():
+    with pytest.raises(ChatTemplateError, match="no: 1 call"):
+        rendered(
+            "{{ tools }}<tool_call>{{ raise_exception('no: ' ~ messages[1].tool_calls | length ~ ' call') }}", HISTORY
+        )
+
+
+def test_tools_are_told_by_the_user_where_there_is_no_place_for_a_system():
+    text = rendered(chat_families.FAMILIES["mistral v1"], USER, USE)
+    assert text.startswith("[INST] You can call these tools")
+    assert text.endswith("\n\nHow is it? [/INST]")
+    with pytest.raises(ChatTemplateError, match="nobody else"):
+        rendered(chat_families.FAMILIES["mistral v1"], [{"role": "system", "content": "Be brief."}, *USER], USE)
 
 
 # Grammars

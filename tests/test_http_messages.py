@@ -165,6 +165,9 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "a"}}
         ({"top_p": -1}, "top_p: "),
         ({"top_k": -1}, "top_k: "),
         ({"stream": 1}, "stream: "),
+        ({"compaction": {"type": "compaction"}}, "compaction is not supported"),
+        ({"thread": {"type": "create"}}, "thread is not supported"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management is not supported"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "the prompt has "),
     ],
@@ -178,6 +181,7 @@ async def test_what_is_wrong_is_named(fields, message):
 
 async def test_what_asks_for_nothing_is_taken():
     fields = {"tools": [], "metadata": {"user_id": "a"}, "thinking": {"type": "adaptive"}, "top_k": 0, "temperature": 1}
+    fields["context_management"] = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     async with running() as server:
         reply = await server.call(MESSAGES, body(**fields), headers=[("anthropic-version", "2023-06-01")])
     assert reply.status == 200

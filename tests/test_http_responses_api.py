@@ -115,7 +115,7 @@ async def test_the_prompt_is_that_of_the_chat():
 )
 async def test_forms_are_taken_and_told(form):
     async with running() as server:
-        reply = await server.call(RESPONSES, body(text={"format": form, "verbosity": "low"}))
+        reply = await server.call(RESPONSES, body(text={"format": form, "verbosity": "medium"}))
     assert reply.status == 200
     assert reply.json["text"] == {"format": form or {"type": "text"}}
 
@@ -145,6 +145,10 @@ IMAGE = {"type": "input_image", "image_url": "a"}
         ({"metadata": {"a": 1}}, "metadata"),
         ({"metadata": {str(number): "a" for number in range(17)}}, "metadata"),
         ({"metadata": {"a": "b" * 513}}, "metadata"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"prompt_cache_options": {"ttl": "30m", "prewarm": True}}, "prompt_cache_options.prewarm"),
+        ({"moderation": {"model": "a"}}, "moderation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"const": "refused"}}}}, "text.format"),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from trioserve.engine.sampling import Dry, Mirostat, Sampling
 from trioserve.errors import InvalidRequestError
 from trioserve.http.body import decode_object
-from trioserve.http.requests import batch_request, generation_request
+from trioserve.http.requests import batch_request, generation_request, translated_request
 from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationFields
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.http.schemas.completions import MAX_PROMPTS, CompletionRequest
 from trioserve.http.schemas.constraints import NAMES, parse_constraint
+from trioserve.http.schemas.embeddings import EmbeddingsRequest
+from trioserve.http.schemas.messages import CountTokensRequest, MessagesRequest
+from trioserve.http.schemas.responses_api import ResponsesRequest
+from trioserve.http.schemas.text import TokenizeRequest
 from trioserve.service import TextPrompt, TokenPrompt
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -569,6 +574,22 @@ def test_a_schema_that_is_nested_too_deeply():
 
 UNSUPPORTED = {
     "lora": ([[]], [[{"id": 0, "scale": 1}]]),
+    "n_predict": ([-1], [0, 128]),
+    "n_probs": ([0], [5]),
+    "return_tokens": ([False], [True, 0]),
+    "samplers": ([], [["top_k"], []]),
+    "min_keep": ([0], [1]),
+    "n_indent": ([0], [4]),
+    "t_max_predict_ms": ([0, -1], [100]),
+    "repetition_penalty": ([1, 1.0], [1.1]),
+    "min_tokens": ([0], [10]),
+    "stop_token_ids": ([[]], [[2]]),
+    "bad_words": ([[]], [["a"]]),
+    "guided_json": ([], [{}, {"type": "object"}]),
+    "guided_regex": ([], ["a"]),
+    "guided_choice": ([], [["a", "b"]]),
+    "guided_grammar": ([], ["root ::= 'a'"]),
+    "structured_outputs": ([{}], [{"choice": ["a"]}]),
 }
 UNSUPPORTED_CHAT = {
     "functions": ([[]], [[{"name": "f"}]]),
@@ -577,6 +598,9 @@ UNSUPPORTED_CHAT = {
     "modalities": ([["text"]], [["text", "audio"], []]),
     "web_search_options": ([], [{}]),
     "reasoning_effort": (["none"], ["low", "high"]),
+    "verbosity": (["medium"], ["low", "high"]),
+    "moderation": ([], [{"model": "a"}]),
+    "chat_template_kwargs": ([{}], [{"enable_thinking": False}]),
 }
 
 
@@ -601,6 +625,52 @@ def test_unsupported_fields_are_refused_and_not_ignored(schema):
     for name, (_, asking) in unsupported(schema).items():
         for value in asking:
             refused(schema, {**BASE[schema], name: value}, name, "not supported")
+
+
+SMALLEST = {
+    **BASE,
+    EmbeddingsRequest: {"input": "a"},
+    ResponsesRequest: {"input": "a"},
+    MessagesRequest: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    CountTokensRequest: {"messages": [{"role": "user", "content": "a"}]},
+    TokenizeRequest: {"content": "a"},
+}
+
+
+@pytest.mark.parametrize("schema", SMALLEST, ids=lambda schema: schema.__name__)
+def test_what_is_without_effect_may_hold_anything(schema):
+    for name in getattr(schema, "ignored", ()):
+        for value in (None, "a", 0, True, [], {"a": [None]}):
+            assert schema.parse({**SMALLEST[schema], name: value}) == schema.parse(SMALLEST[schema]), name
+
+
+@pytest.mark.parametrize("schema", SMALLEST.keys() - {CountTokensRequest}, ids=lambda schema: schema.__name__)
+def test_defaults_are_what_fields_that_are_left_out_amount_to(schema):
+    """Sending one makes the same request as leaving it out, as far as a request holds the field."""
+    assert schema.defaults
+    for name, value in schema.defaults.items():
+        given = schema.parse({**SMALLEST[schema], name: value})
+        left_out = schema.parse(SMALLEST[schema])
+        assert getattr(given, name) is not None
+        assert getattr(left_out, name) is None
+        assert amounts(given) == amounts(left_out), name
+
+
+def amounts(body):
+    """What the server makes of a body."""
+    match body:
+        case ChatCompletionRequest() | CompletionRequest():
+            (item,) = batch_request(body, "id").items
+            told = (bool(body.stream), bool(body.timings_per_token), body.choices)
+            thoughts = getattr(body, "shows_reasoning", None)
+            return replace(item, sampling=replace(item.sampling, seed=0)), told, thoughts
+        case MessagesRequest() | ResponsesRequest():
+            request = translated_request(body, "id")
+            return replace(request, sampling=replace(request.sampling, seed=0)), bool(body.stream)
+        case EmbeddingsRequest():
+            return body.input, body.dimensions, body.encoding_format == "base64"
+        case TokenizeRequest():
+            return body.content, bool(body.add_special), body.parse_special is not False, bool(body.with_pieces)
 
 
 # Tools and reasoning

@@ -7,6 +7,8 @@ import logging
 import math
 import socket
 
+import httpx
+import openai
 import pytest
 import trio
 from http_harness import (
@@ -152,6 +154,26 @@ async def test_a_failure_in_the_middle_is_one_error_event_and_the_end(path, body
         await server.free()
         assert server.service.tally().failed == 1
         assert (await server.call(path, body(stream=True))).chunks
+
+
+async def test_the_client_of_openai_raises_at_a_failure_in_the_middle():
+    engine = FakeEngine()
+    engine.failing_step = 6
+    pieces = []
+
+    def read(url):
+        with (
+            httpx.Client(trust_env=False) as transport,
+            openai.OpenAI(base_url=url, api_key="none", http_client=transport, max_retries=0) as client,
+        ):
+            for chunk in client.completions.create(model="fake", stream=True, **completion()):
+                pieces.append(chunk.choices[0].text)  # noqa: PERF401 - the loop ends with an error
+
+    async with running(engine) as server:
+        with pytest.raises(openai.APIError) as caught:
+            await trio.to_thread.run_sync(read, f"http://127.0.0.1:{server.port}/v1")
+    assert caught.value.type == "internal_error"
+    assert "".join(pieces) == expected()[:5]
 
 
 async def test_a_failure_hits_one_stream_only():

@@ -240,10 +240,21 @@ async def test_what_is_wrong_with_a_request(monkeypatch, path, body, param, word
         assert server.service.tally().rejected == 1
 
 
-@pytest.mark.parametrize("path", [TEMPLATE, INPUT_TOKENS])
-async def test_a_template_that_refuses(path):
-    async with running(models=[{"chat_template": "{{ raise_exception('no') }}"}]) as server:
-        assert_error(await server.call(path, chat()), 400, "invalid_request_error", code="chat_template_error")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [TEMPLATE, INPUT_TOKENS, CHAT])
+async def test_a_template_that_refuses(path, stream):
+    """It says so at once, though the one slot is busy."""
+    engine = FakeEngine()
+    engine.step_gate.shut()
+    template = "{{ raise_exception('no') }}"
+    async with running(engine, models=[{"chat_template": template}]) as server, await server.connect() as busy:
+        await busy.send(COMPLETIONS, completion())
+        await engine.step_gate.arrived()
+        reply = await server.call(path, chat(stream=stream))
+        error = assert_error(reply, 400, "invalid_request_error", code="chat_template_error", param="messages")
+        assert error["message"].endswith(": no")
+        engine.step_gate.open()
+        assert (await busy.reply()).status == 200
         assert_error(await server.call(path, {**chat(), "model": "nobody"}), 404, "model_not_found")
 
 

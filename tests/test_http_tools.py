@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 
+import chat_families
 import httpx
 import jsonschema
 import openai
@@ -115,6 +116,31 @@ async def test_an_answer_with_everything_in_it_is_taken_as_an_earlier_turn(templ
             assert "Let me see." in prompt
             assert prompt.count("Bonn") == 2
             assert prompt.count("Sunny") == len(after[:1])
+
+
+GENERIC_CALLS = (
+    '{"tool_calls": [{"name": "weather", "arguments": {"city": "Bonn"}}, {"name": "time", "arguments": {}}]}'
+)
+SAID = {
+    "qwen3": f"<think>\nHm\n</think>\nLet me see.\n{CALL}\n{CALL}",
+    "hermes3": f"Let me see.\n{CALL}\n{CALL}",
+    "llama3.1": '{"name": "weather", "parameters": {"city": "Bonn"}}; {"name": "time", "parameters": {}}',
+    "mistral v3": '[{"name": "weather", "arguments": {"city": "Bonn"}}, {"name": "time", "arguments": {}}]',
+    "gemma3": GENERIC_CALLS,
+    "mistral v1": GENERIC_CALLS,
+}
+
+
+@pytest.mark.parametrize("family", SAID)
+async def test_an_answer_may_be_sent_back_as_it_came(family):
+    async with answering(SAID[family], chat_families.FAMILIES[family]) as server:
+        message = (await asked(server))["message"]
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "Fine"} for call in message["tool_calls"]]
+        assert len(results) == 2
+        turns = [*chat()["messages"], message, *results]
+        for history in (turns, [*turns, {"role": "assistant", "content": "Fine."}, *chat()["messages"]]):
+            reply = await server.call(CHAT, chat(messages=history, tools=TOOLS, max_tokens=500))
+            assert reply.status == 200, reply
 
 
 async def test_each_of_several_answers_has_its_calls():

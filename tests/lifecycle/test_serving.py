@@ -212,13 +212,55 @@ def test_usage_comes_last_and_only_when_asked(client):
 
 
 def test_seed_decides_whatever_the_load(client):
+    """Two seeds, each asked twice alone and three times among others, whole and streamed."""
     body = chat("Tell me a story.", temperature=1, max_tokens=12)
-    alone = ask(client, {**body, "seed": 42}).text
+
+    def told(seed, stream=False):
+        return ask(client, {**body, "seed": seed, "stream": stream}).text
+
+    alone = {seed: told(seed) for seed in (42, 43)}
+    assert {seed: told(seed, stream=True) for seed in alone} == alone
+    assert alone[42] != alone[43]
+    seeds = [42, 43, 7, 42, 43, 8, 42, 43]
     with ThreadPoolExecutor(4) as threads:
-        seeds = [42, 7, 42, 43, 42, 8, 42, 9]
-        texts = list(threads.map(lambda seed: ask(client, {**body, "seed": seed}).text, seeds))
-    assert {text for seed, text in zip(seeds, texts, strict=True) if seed == 42} == {alone}
-    assert texts[seeds.index(43)] != alone
+        texts = list(threads.map(told, seeds, [index % 2 == 0 for index in range(len(seeds))]))
+    assert all(text == alone[seed] for seed, text in zip(seeds, texts, strict=True) if seed in alone)
+
+
+# -- what slots keep
+
+
+def test_what_slots_keep_changes_no_answer(lone):
+    """Equal calls are, with what was kept and without, and after somebody else has taken the slot."""
+    question = chat("Name three colours.", max_tokens=12)
+    stranger = completion(long_prompt(400), max_tokens=2)
+    with http(lone.url) as client:
+        cold = ask(client, {**question, "cache_prompt": False})
+        again = ask(client, question)
+        ask(client, stranger)
+        after = ask(client, question)
+        once_more = ask(client, question)
+    answers = [cold, again, after, once_more]
+    assert {answer.text for answer in answers} == {cold.text}
+    assert {answer.usage["prompt_tokens"] for answer in answers} == {cold.usage["prompt_tokens"]}
+    kept = [answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert kept[0] == kept[2] == 0
+    assert 0 < kept[1] == kept[3] < cold.usage["prompt_tokens"]
+
+
+def test_equal_prompts_at_once_have_slots_of_their_own_and_one_answer(client):
+    body = exactly(32, prompt="The sea is")
+    together = threading.Barrier(4)
+
+    def run(_):
+        together.wait()
+        return client.post("/v1/tasks/run", json=body).json()
+
+    with ThreadPoolExecutor(4) as threads:
+        tasks = list(threads.map(run, range(4)))
+    assert sorted(task["metadata"]["slot"] for task in tasks) == [0, 1, 2, 3]
+    assert len({task["text"] for task in tasks}) == 1
+    assert len({task["id"] for task in tasks}) == 4
 
 
 def test_hot_temperature_gives_valid_json(client):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trioserve.chat.dialects import GENERIC, Dialect
@@ -22,17 +24,71 @@ def with_decoded_arguments(messages: Messages) -> list[Mapping[str, object]]:
     return [_with_calls(message, _decode) for message in messages]
 
 
-def with_spoken_tools(messages: Messages, use: ToolUse | None) -> list[Mapping[str, object]]:
+def with_short_ids(messages: Messages) -> list[Mapping[str, object]]:
+    """Messages whose calls and results have ids of nine letters and digits, equal ones where they were equal."""
+    changed: list[Mapping[str, object]] = []
+    for message in messages:
+        calls = [{**call, "id": _short(call["id"])} if "id" in call else call for call in _calls(message)]
+        result = {"tool_call_id": _short(message["tool_call_id"])} if "tool_call_id" in message else {}
+        changed.append({**message, **({"tool_calls": calls} if calls else {}), **result})
+    return changed
+
+
+def _short(identity: object) -> object:
+    if not isinstance(identity, str) or re.fullmatch("[a-zA-Z0-9]{9}", identity):
+        return identity
+    return hashlib.sha256(identity.encode()).hexdigest()[:9]
+
+
+def with_one_call_a_turn(messages: Messages) -> list[Mapping[str, object]]:
+    """Messages that say one after another what was called at once, each call followed by its result."""
+    said: list[Mapping[str, object]] = []
+    for message, results in _with_results(messages):
+        calls = _calls(message)
+        if len(calls) < 2:
+            said += [message, *results]
+            continue
+        for call in calls:
+            words = message if call is calls[0] else {"role": message.get("role"), "content": None}
+            said.append({**words, "tool_calls": [call]})
+            said += [result for result in results if result.get("tool_call_id") == call.get("id")]
+        known = [call.get("id") for call in calls]
+        said += [result for result in results if result.get("tool_call_id") not in known]
+    return said
+
+
+def _with_results(messages: Messages) -> Iterator[tuple[Mapping[str, object], Messages]]:
+    """Each message but results, with the results that follow it; results at the beginning stand for themselves."""
+    start = 0
+    while start < len(messages):
+        end = start + 1
+        while end < len(messages) and messages[end].get("role") == "tool":
+            end += 1
+        yield messages[start], messages[start + 1 : end]
+        start = end
+
+
+def with_spoken_tools(
+    messages: Messages, use: ToolUse | None, *, by_the_user: bool = False
+) -> list[Mapping[str, object]]:
     """Messages for a template that knows no tools: everything about them is said in words.
 
     Arguments:
         messages: in normal form.
         use: of the tools that the answer may call.
+        by_the_user: tell of them in the first message, which is the user's, and not in a system message.
     """
     names = {str(call.get("id")): _function(call).get("name") for message in messages for call in _calls(message)}
-    spoken = [_spoken(message, names) for message in messages]
+    spoken: list[Mapping[str, object]] = []
+    for message, results in _with_results(messages):
+        spoken.append(_spoken(message, names))
+        if results:  # together, since many templates want the user and the assistant to take turns
+            texts = [str(_spoken(result, names)["content"]) for result in results]
+            spoken.append({"role": "user", "content": "\n".join(texts)})
     if use is None:
         return spoken
+    if by_the_user:
+        return [{**spoken[0], "content": f"{instructions(use)}\n\n{spoken[0].get('content')}"}, *spoken[1:]]
     first = spoken[0] if spoken and spoken[0].get("role") == "system" else None
     words = f"{first['content']}\n\n" if first and first.get("content") else ""
     system = {**(first or {}), "role": "system", "content": words + instructions(use)}

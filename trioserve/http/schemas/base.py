@@ -21,6 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails
 
 from trioserve.engine.base import Constraint
+from trioserve.engine.sampling import Dry, Mirostat, Sampling
 from trioserve.errors import InvalidRequestError
 from trioserve.http.schemas.constraints import JSON_SCHEMA, NAMES, RESPONSE_FORMAT, SOURCE, parse_constraint
 
@@ -111,10 +112,50 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 _STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]}
 
 
+_SAMPLING, _DRY, _MIROSTAT = Sampling(), Dry(), Mirostat()
+_DEFAULTS: Mapping[str, object] = {
+    "stream": False,
+    "temperature": _SAMPLING.temperature,
+    "top_p": _SAMPLING.top_p,
+    "top_k": _SAMPLING.top_k,
+    "min_p": _SAMPLING.min_p,
+    "repeat_penalty": _SAMPLING.repeat_penalty,
+    "repeat_last_n": _SAMPLING.repeat_last_n,
+    "typical_p": _SAMPLING.typical_p,
+    "top_n_sigma": _SAMPLING.top_n_sigma,
+    "xtc_probability": _SAMPLING.xtc_probability,
+    "xtc_threshold": _SAMPLING.xtc_threshold,
+    "dynatemp_range": _SAMPLING.dynatemp_range,
+    "dynatemp_exponent": _SAMPLING.dynatemp_exponent,
+    "mirostat": _MIROSTAT.version,
+    "mirostat_tau": _MIROSTAT.tau,
+    "mirostat_eta": _MIROSTAT.eta,
+    "dry_multiplier": _DRY.multiplier,
+    "dry_base": _DRY.base,
+    "dry_allowed_length": _DRY.allowed_length,
+    "dry_penalty_last_n": _DRY.last_n,
+    "dry_sequence_breakers": list(_DRY.breakers),
+    "n": 1,
+    "frequency_penalty": _SAMPLING.frequency_penalty,
+    "presence_penalty": _SAMPLING.presence_penalty,
+    "ignore_eos": False,
+    "timings_per_token": False,
+    "cache_prompt": True,
+}
+
+
+def usual(*names: str) -> dict[str, object]:
+    """Defaults that several bodies share."""
+    return {name: _DEFAULTS[name] for name in names}
+
+
 class Schema(BaseModel):
     """Base of all request bodies: strict types, finite numbers, null as absent, unknown fields ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    # What a field that is left out amounts to, where it amounts to a value.
+    defaults: ClassVar[Mapping[str, object]] = {}
 
     @classmethod
     def parse(cls, body: Mapping[str, object]) -> Self:
@@ -128,9 +169,19 @@ class Schema(BaseModel):
         except ValidationError as error:
             raise _first_problem(error) from None
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe also what holds where fields are left out."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, value in cls.defaults.items():
+            schema["properties"][name]["default"] = value
+        return schema
+
 
 class StreamOptions(Schema):
     """How a stream is told."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"include_usage": False}
 
     include_usage: bool | None = Field(None, description="Send one more chunk with the usage before the end.")
 
@@ -141,6 +192,8 @@ class HonestSchema(Schema):
     # Fields of the API that this server can't honour, with the values that ask for nothing. Anything else in them is
     # refused, since the answer would silently be another one than was asked for.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    # Fields of the API that change no answer of this server, whatever they hold, each with the reason.
+    ignored: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def parse(cls, body: Mapping[str, object]) -> Self:
@@ -154,11 +207,13 @@ class HonestSchema(Schema):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe also the fields that are only taken where they ask for nothing."""
-        schema = handler.resolve_ref_schema(handler(core_schema))
+        """Describe also the fields that are only taken where they ask for nothing, and those without effect."""
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
         for name, values in cls.neutral.items():
             described = {"enum": _distinct(*values, None), "description": "Only taken where it asks for nothing."}
             schema["properties"][name] = described
+        for name, reason in cls.ignored.items():
+            schema["properties"][name] = {"description": f"Without effect: {reason}."}
         return schema
 
 
@@ -167,7 +222,26 @@ class GenerationFields(HonestSchema):
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "lora": ([],),
+        # Of llama-server and vLLM, whose clients come here too.
+        "n_predict": (-1,),
+        "n_probs": (0,),
+        "return_tokens": (False,),
+        "samplers": (),
+        "min_keep": (0,),
+        "n_indent": (0,),
+        "t_max_predict_ms": (0, -1),
+        "repetition_penalty": (1,),
+        "min_tokens": (0,),
+        "stop_token_ids": ([],),
+        "bad_words": ([],),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "structured_outputs": ({},),
     }
+    ignored: ClassVar[Mapping[str, str]] = {"user": "nobody is told apart by it"}
+    defaults: ClassVar[Mapping[str, object]] = _DEFAULTS
 
     model: Text | None = Field(None, description="Id of a registered model; may be left out where there is one only.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")

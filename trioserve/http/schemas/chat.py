@@ -55,6 +55,28 @@ class ChatCompletionRequest(GenerationFields):
         "modalities": (["text"],),
         "web_search_options": (),
         "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "moderation": (),
+        "chat_template_kwargs": ({},),
+    }
+    ignored: ClassVar[Mapping[str, str]] = {
+        **GenerationFields.ignored,
+        "metadata": "nothing is stored that it could be attached to",
+        "store": "nothing is ever stored",
+        "service_tier": "there is one class of service",
+        "safety_identifier": "nobody is told apart by it",
+        "prediction": "it is a hint for speed, and answers are computed without it",
+        "prompt_cache_key": "a request goes where most of its prompt is kept anyway",
+        "prompt_cache_options": "what a slot keeps lasts until the slot needs the room",
+        "prompt_cache_retention": "what a slot keeps lasts until the slot needs the room",
+    }
+    defaults: ClassVar[Mapping[str, object]] = {
+        **GenerationFields.defaults,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning_format": "auto",
     }
 
     messages: Annotated[

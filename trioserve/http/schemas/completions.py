@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, WithJsonSchema, field_validator
 
@@ -24,6 +24,8 @@ _PROMPT = {"anyOf": [{"type": "string"}, TOKENS, _PROMPTS]}
 
 class CompletionRequest(GenerationFields):
     """Body of a text completion."""
+
+    defaults: ClassVar[Mapping[str, object]] = {**GenerationFields.defaults, "echo": False}
 
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Tell how likely each token was, and so many of the most likely ones."

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, WithJsonSchema, field_validator
 
 from trioserve.errors import InvalidRequestError
-from trioserve.http.schemas.base import TOKENS, Schema, Text, encodable, is_tokens
+from trioserve.http.schemas.base import TOKENS, HonestSchema, Text, encodable, is_tokens
 from trioserve.service import TextPrompt, TokenPrompt
 
 MAX_INPUTS = 2048
@@ -17,8 +17,11 @@ _ONE = {"anyOf": [{"type": "string", "minLength": 1}, TOKENS]}
 _INPUT = {"anyOf": [*_ONE["anyOf"], {"type": "array", "items": _ONE, "minItems": 1, "maxItems": MAX_INPUTS}]}
 
 
-class EmbeddingsRequest(Schema):
+class EmbeddingsRequest(HonestSchema):
     """Body of a request for embeddings."""
+
+    ignored: ClassVar[Mapping[str, str]] = {"user": "nobody is told apart by it"}
+    defaults: ClassVar[Mapping[str, object]] = {"encoding_format": "float"}
 
     model: Text | None = Field(None, description="Id of a registered model; may be left out where there is one only.")
     input: Annotated[Any, WithJsonSchema(_INPUT)] = Field(
@@ -30,7 +33,6 @@ class EmbeddingsRequest(Schema):
     dimensions: int | None = Field(
         None, ge=1, lt=2**31, description="Keep so many of each vector's numbers, at unit length."
     )
-    user: Any = Field(None, description="Accepted for OpenAI's clients; without effect.")
     busy_timeout_ms: int | None = Field(
         None, ge=0, lt=2**31, description="Wait for a slot, in milliseconds; may only shorten the server's."
     )

@@ -13,7 +13,7 @@ from pydantic import Field, WithJsonSchema, field_validator
 
 from trioserve.chat import ToolUse
 from trioserve.engine.base import Constraint
-from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, HonestSchema, Text
+from trioserve.http.schemas.base import INT64, MAX_STOP_CHARACTERS, MAX_STOPS, HonestSchema, Text, usual
 from trioserve.http.schemas.content import Json, content_schema, read_text
 from trioserve.http.schemas.tools import MESSAGES, MESSAGES_CHOICE, parse_tools, read_messages_choice
 from trioserve.http.schemas.turns_messages import MESSAGES as TURNS
@@ -33,6 +33,12 @@ class Conversation(HonestSchema):
         "output_format": (),
         "container": (),
         "mcp_servers": ([],),
+        "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    }
+    ignored: ClassVar[Mapping[str, str]] = {
+        "cache_control": "a slot keeps every prompt",
+        "speed": "there is one class of service",
+        "billing_policy": "nobody is billed",
     }
 
     model: Text | None = Field(None, description="Id of a registered model; may be left out where there is one only.")
@@ -84,10 +90,26 @@ class Conversation(HonestSchema):
 class CountTokensRequest(Conversation):
     """Body of a request to count tokens."""
 
+    ignored: ClassVar[Mapping[str, str]] = {
+        **Conversation.ignored,
+        "compaction": "the tokens of the conversation are counted as it stands",
+    }
+
 
 class MessagesRequest(Conversation):
     """Body of a request for the next message."""
 
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {**Conversation.neutral, "compaction": (), "thread": ()}
+    ignored: ClassVar[Mapping[str, str]] = {
+        **Conversation.ignored,
+        "metadata": "nobody is told apart by it",
+        "service_tier": "there is one class of service",
+        "inference_geo": "the answer is made where the server is",
+        "diagnostics": "usage tells how much of the prompt was kept",
+        "fallbacks": "no model of this server declines",
+        "fallback_credit_token": "nobody is billed",
+    }
+    defaults: ClassVar[Mapping[str, object]] = usual("stream", "temperature", "top_p", "top_k")
     prompt_field: ClassVar[str] = "messages"
     form: ClassVar[tuple[str, Constraint] | None] = None
 
@@ -99,8 +121,6 @@ class MessagesRequest(Conversation):
     top_p: float | None = Field(None, ge=0, le=1, description="Nucleus: the share of probability that is kept.")
     top_k: int | None = Field(None, ge=0, lt=2**31, description="Most likely tokens that are kept; 0 is all.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
-    metadata: Any = Field(None, description="Accepted for Anthropic's clients; without effect.")
-    service_tier: Any = Field(None, description="Accepted for Anthropic's clients; without effect.")
 
     @property
     def limit(self) -> int:

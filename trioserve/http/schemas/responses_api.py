@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 
 from trioserve.chat import ToolUse
 from trioserve.engine.base import Constraint
 from trioserve.errors import InvalidRequestError
-from trioserve.http.schemas.base import INT64, HonestSchema, Schema, Text, encodable
+from trioserve.http.schemas.base import INT64, HonestSchema, Schema, Text, encodable, usual
 from trioserve.http.schemas.constraints import JSON_SCHEMA, parse_text_format
 from trioserve.http.schemas.content import Json
 from trioserve.http.schemas.tools import RESPONSES, RESPONSES_CHOICE, parse_tools, read_choice
@@ -63,6 +63,7 @@ class TextOptions(Schema):
     format: Annotated[Any, WithJsonSchema(_FORMAT)] = Field(
         None, description="The form of the answer: text, json_object, or json_schema with a schema."
     )
+    verbosity: Literal["medium"] | None = Field(None, description="Only taken where it asks for nothing.")
 
     @field_validator("format")
     @classmethod
@@ -76,10 +77,26 @@ class TextOptions(Schema):
         return value
 
 
+def _off(value: bool | None) -> bool | None:
+    if value:
+        raise ValueError("is not supported with this value; leave it out")
+    return value
+
+
+class PromptCacheOptions(Schema):
+    """How a prompt is kept. What is not named here is without effect."""
+
+    prewarm: Annotated[bool | None, AfterValidator(_off), WithJsonSchema({"enum": [False, None]})] = Field(
+        None, description="Only taken where it asks for nothing."
+    )
+
+
 class ResponsesRequest(HonestSchema):
     """Body of a request for a response."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "moderation": (),
+        "context_management": ([],),
         "previous_response_id": (),
         "conversation": (),
         "prompt": (),
@@ -89,6 +106,20 @@ class ResponsesRequest(HonestSchema):
         "reasoning": ({}, {"effort": "none"}),
         "top_logprobs": (0,),
     }
+    ignored: ClassVar[Mapping[str, str]] = {
+        "user": "nobody is told apart by it",
+        "safety_identifier": "nobody is told apart by it",
+        "store": "nothing is ever stored",
+        "service_tier": "there is one class of service",
+        "access_programs": "there are no such programs",
+        "background_options": "nothing is done in the background",
+        "image": "there are no images",
+        "max_tool_calls": "there are no built-in tools, whose calls it counts",
+        "stream_options": "nothing is obfuscated",
+        "prompt_cache_key": "a request goes where most of its prompt is kept anyway",
+        "prompt_cache_retention": "what a slot keeps lasts until the slot needs the room",
+    }
+    defaults: ClassVar[Mapping[str, object]] = usual("stream", "temperature", "top_p")
     prompt_field: ClassVar[str] = "input"
     stops: ClassVar[tuple[str, ...]] = ()
 
@@ -112,8 +143,9 @@ class ResponsesRequest(HonestSchema):
     metadata: Annotated[Any, WithJsonSchema(_METADATA)] = Field(
         None, description="Up to 16 texts by name, told again in the answer."
     )
-    store: Any = Field(None, description="Accepted for OpenAI's clients; nothing is ever stored.")
-    user: Any = Field(None, description="Accepted for OpenAI's clients; without effect.")
+    prompt_cache_options: PromptCacheOptions | None = Field(
+        None, description="What a slot keeps lasts until the slot needs the room."
+    )
     busy_timeout_ms: int | None = Field(
         None, ge=0, lt=2**31, description="Wait for a slot, in milliseconds; may only shorten the server's."
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -22,6 +23,8 @@ class ReadingFields(Schema):
 
 class TokenizeRequest(ReadingFields):
     """Body of a request for the tokens of a text."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"add_special": False, "parse_special": True, "with_pieces": False}
 
     content: Text = Field(description="The text.")
     add_special: bool | None = Field(None, description="Put the tokens around it that the model wants around a text.")
