@@ -196,6 +196,7 @@ def test_a_reader_who_stops_reading_holds_nobody_up():
         stream.write(f"{number}\n")
     clogged.gate.set()
     stream.close(30)
+    assert not stream._thread.is_alive(), "it ends when all is written, not when the time is up"
     assert clogged.text.startswith("first\n0\n")
     assert "3 lines of the log were lost" in clogged.text
 

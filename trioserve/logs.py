@@ -113,6 +113,7 @@ class BackgroundStream:
         self._stream = stream
         self._queue: queue.Queue[str | None] = queue.Queue(lines)
         self._dropped = 0
+        self._closing = False
         # A daemon: one that is stuck in a write must not keep the process.
         self._thread = threading.Thread(target=self._write_all, name="trioserve-log", daemon=True)
         self._thread.start()
@@ -129,12 +130,13 @@ class BackgroundStream:
 
     def close(self, seconds: float) -> None:
         """Let the thread write what waits, for so long at most."""
-        with contextlib.suppress(queue.Full):
+        self._closing = True
+        with contextlib.suppress(queue.Full):  # then there is something to write, and the thread looks after that
             self._queue.put_nowait(None)
         self._thread.join(seconds)
 
     def _write_all(self) -> None:
-        while (text := self._queue.get()) is not None:
+        while not (self._closing and self._queue.empty()) and (text := self._queue.get()) is not None:
             dropped, self._dropped = self._dropped, 0
             if dropped:
                 text += f"{dropped} lines of the log were lost: nobody read it\n"
