@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import ssl
 import subprocess
 
 import pytest
 import trio
+import trio.testing
 from http_harness import COMPLETIONS, Client, H2Client, completion, connect, expected, running
 
 from trioserve.config import Config
@@ -118,3 +120,54 @@ async def test_a_send_into_a_connection_that_is_being_closed_meets_a_broken_one(
             with stream._send_conflict_detector, pytest.raises(trio.BrokenResourceError, match="being closed"):
                 await bounded.send_all(b"late")
             await bounded.send_all(b"in time")
+
+
+@contextlib.asynccontextmanager
+async def bounded_pair():
+    """One of our streams and the socket of its peer."""
+    listener = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    address = listener[0].socket.getsockname()
+    async with (
+        listener[0],
+        await trio.open_tcp_stream(*address) as peer,
+        BoundedStream(await listener[0].accept(), SendLimits(20)) as stream,
+    ):
+        yield stream, peer
+
+
+async def test_what_a_socket_does_not_take_at_once_is_sent_after_it():
+    data = bytes(range(256)) * 2**16
+    async with bounded_pair() as (stream, peer), trio.open_nursery() as nursery:
+        left = stream.send_now(data)
+        while (less := stream.send_now(left)) != left:
+            left = less
+        assert 0 < len(left) < len(data), "the peer reads nothing yet"
+
+        async def send_the_rest():
+            await stream.send_all(left)
+            await stream.aclose()
+
+        nursery.start_soon(send_the_rest)
+        received = bytearray()
+        async for piece in peer:
+            received += piece
+        assert received == data
+
+
+async def test_nothing_is_sent_into_the_midst_of_what_is_being_sent():
+    async with bounded_pair() as (stream, peer), trio.open_nursery() as nursery:
+        nursery.start_soon(stream.send_all, bytes(2**24))
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(20):
+            for _ in range(8):
+                await peer.receive_some(2**20)  # now there is room
+        assert stream.send_now(b"x") == b"x"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_connection_that_is_gone_is_left_to_the_send_that_tells():
+    async with bounded_pair() as (stream, _):
+        await stream.aclose()
+        assert stream.send_now(b"x") == b"x"
+        with pytest.raises(trio.ClosedResourceError):
+            await stream.send_all(b"x")

@@ -113,7 +113,8 @@ class _Chunks:
         self._usage = Usage(0, 0)
         self._open = generation.prompts
         self._answers = [renderer(body, generation, index) for index in range(self._open)]
-        self._envelope = render.envelope(shape, generation, shape.chunk)
+        # What all chunks begin with, up to their choices.
+        self._head = render.dumps(render.envelope(shape, generation, shape.chunk))[:-1] + b',"choices":'
         self._opened = False
 
     async def next_frames(self) -> bytes:
@@ -151,9 +152,10 @@ class _Chunks:
         usage: dict[str, Any] | None = None,
         timings: dict[str, Any] | None = None,
     ) -> bytes:
-        chunk = {**self._envelope, "choices": choices}
+        more: dict[str, Any] = {}
         if timings is not None:
-            chunk["timings"] = timings
+            more["timings"] = timings
         if self._with_usage:
-            chunk["usage"] = usage
-        return frame(render.dumps(chunk))
+            more["usage"] = usage
+        tail = b"," + render.dumps(more)[1:] if more else b"}"
+        return frame(self._head + render.dumps(choices) + tail)

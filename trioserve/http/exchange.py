@@ -103,6 +103,8 @@ class Exchange:
         self._closing = closing
         self._more_headers = list(headers)
         self._sending_since: float | None = None
+        self._watched = False
+        self._told_of_stall = False
         scope[_KEY] = self
 
     @classmethod
@@ -120,7 +122,11 @@ class Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Hand a message to the server. A client that takes nothing for the send timeout counts as gone."""
+        """Hand a message to the server. A client that takes nothing for the send timeout counts as gone.
+
+        Raises:
+            ClientStalledError: it does, and nobody watches.
+        """
         if message["type"] == "http.response.start":
             self._begin(message)
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -131,28 +137,46 @@ class Exchange:
                 await self._heard_out.wait()
         self.finished = self.finished or last
         self._sending_since = trio.current_time()
+        if self._watched and not last:
+            await self._raw_send(message)  # without a scope of its own: a stream comes here for every token
+        else:
+            await self._send_in_time(message, last=last)
+        self._sending_since = None
+
+    async def _send_in_time(self, message: Message, *, last: bool) -> None:
         # Hypercorn answers the last message with a disconnect, upon which Quart-Trio cancels the very send that
         # delivers it: shielded, or connections would be neither closed nor kept alive as they should.
-        with trio.CancelScope(deadline=self._sending_since + self._send_timeout, shield=last) as scope:
+        with trio.move_on_after(self._send_timeout, shield=last) as scope:
             await self._raw_send(message)
-        self._sending_since = None
         if scope.cancelled_caught:
-            raise ClientStalledError(f"the client took no data for {self._send_timeout:g} s")
+            raise self._stall()
+
+    def _stall(self) -> ClientStalledError:
+        if not self._told_of_stall:
+            self._told_of_stall = True
+            logger.info("client stalled", extra={"fields": {"request_id": self.request_id}})
+        return ClientStalledError(f"the client took no data for {self._send_timeout:g} s")
 
     async def watch(self) -> None:
-        """Free what the request holds when a send takes too long that can't be cancelled.
+        """Free what the request holds when a send takes too long, and end the request where it can be cancelled.
 
         Hypercorn's Trio worker shields its sends without a bound; a client that stops reading would hold its slot.
+
+        Raises:
+            ClientStalledError: a send took too long.
         """
-        while True:
-            since = self._sending_since
-            now = trio.current_time()
-            due = (now if since is None else since) + self._send_timeout
-            if due <= now:
-                logger.info("client stalled", extra={"fields": {"request_id": self.request_id}})
-                self.resources.close()
-                return
-            await trio.sleep_until(due + 0.05)
+        self._watched = True
+        try:
+            while True:
+                since = self._sending_since
+                now = trio.current_time()
+                due = (now if since is None else since) + self._send_timeout
+                if due <= now:
+                    self.resources.close()
+                    raise self._stall()
+                await trio.sleep_until(due + 0.05)
+        finally:
+            self._watched = False
 
     def note_error(self, error: TrioserveError) -> None:
         """Have an error counted that is this request's answer. What only looks at something isn't counted."""

@@ -113,9 +113,7 @@ class Guard:
 
     async def _bury(self, error: BaseException, exchange: Exchange) -> None:
         """Deal with what came out of the application."""
-        stalled, rest = _split(error, ClientStalledError)
-        if stalled is not None:
-            logger.info("client stalled", extra={"fields": {"request_id": exchange.request_id}})
+        _, rest = _split(error, ClientStalledError)
         if rest is None:
             return
         if isinstance(rest, Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -35,6 +36,9 @@ CLOSING_SECONDS = 0.3
 
 LAST_WORDS_SECONDS = 0.1
 """How long the last bytes of a client that has left may take to be handled."""
+
+MOST_UNYIELDED = 65536
+"""Bytes that a connection may send before other tasks get their turn, while its socket takes all at once."""
 
 BACKLOG = 1024
 RECEIVE_BYTES = 65536
@@ -82,16 +86,32 @@ class BoundedStream(trio.abc.HalfCloseableStream):
     def __init__(self, stream: trio.SocketStream, limits: SendLimits) -> None:
         self._stream = stream
         self._limits = limits
+        self._sending = False
         self.socket = stream.socket
+
+    def send_now(self, data: bytes) -> bytes:
+        """Send what the socket takes at once, without waiting, and return what is left of it.
+
+        Most pieces of a stream go this way, and need no task, scope or lock of their own to be bounded or cancelled.
+        """
+        if self._sending:
+            return data
+        try:
+            return data[os.write(self.socket.fileno(), data) :]
+        except OSError:  # it takes nothing, or will never again: whoever sends the rest learns which
+            return data
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send, or break the connection when the peer takes nothing for too long."""
+        was_sending, self._sending = self._sending, True
         with self._limits.bound() as scope:
             try:
                 await self._stream.send_all(data)
             except trio.BusyResourceError:
                 # Hypercorn sends under a lock, and ends the connection without it: the client has left meanwhile.
                 raise trio.BrokenResourceError("the connection is being closed") from None
+            finally:
+                self._sending = was_sending
         if scope.cancelled_caught:
             await trio.aclose_forcefully(self._stream)
             raise trio.BrokenResourceError("the peer took no data for too long")
@@ -141,6 +161,8 @@ class _BoundedBuffers(dict[int, StreamBuffer]):
 class Connection(TCPServer):
     """Hypercorn's connection, made to end with its client, to fail alone, and to wait for no head for ever."""
 
+    _unyielded = 0
+
     async def run(self) -> None:
         """Serve until the connection ends."""
         try:
@@ -155,6 +177,16 @@ class Connection(TCPServer):
         protocol = self.protocol.protocol
         if isinstance(protocol, H2Protocol) and not isinstance(protocol.stream_buffers, _BoundedBuffers):
             protocol.stream_buffers = _BoundedBuffers()
+        stream: object = self.stream  # ours, or TLS over it
+        if isinstance(event, RawData) and isinstance(stream, BoundedStream) and not self.send_lock.locked():
+            left = stream.send_now(event.data)
+            self._unyielded += len(event.data) - len(left)
+            if not left:
+                if self._unyielded > MOST_UNYIELDED:
+                    self._unyielded = 0
+                    await trio.lowlevel.cancel_shielded_checkpoint()
+                return
+            event = RawData(left, event.address)
         await super().protocol_send(event)
 
     async def _read_data(self) -> None:

@@ -19,9 +19,12 @@ _IMPOSSIBLE = -9999.0
 _SEPARATORS = (",", ":")
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=_SEPARATORS).encode
+
+
 def dumps(value: object) -> bytes:
     """Compact JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=_SEPARATORS).encode("utf-8", "replace")
+    return _encode(value).encode("utf-8", "replace")
 
 
 def error_body(error: TrioserveError) -> bytes:
