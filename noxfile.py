@@ -153,3 +153,9 @@ def soak(session: nox.Session) -> None:
 def bench_waiting(session: nox.Session) -> None:
     """What it costs that threads wait for each other: nox -s bench_waiting -- MODEL.gguf --threads 4 [--beside]."""
     run(session, "tests.benchmarks.waiting", *session.posargs)
+
+
+@nox.session
+def bench_streaming(session: nox.Session) -> None:
+    """What a streamed token costs outside of inference: nox -s bench_streaming -- [--streams 16] [--profile]."""
+    run(session, "tests.benchmarks.streaming", *session.posargs)

@@ -30,6 +30,7 @@ from hypercorn.trio.worker_context import EventWrapper
 from test_http_disconnect import scope_of
 
 from trioserve.errors import EngineError
+from trioserve.http.exchange import ClientStalledError, Exchange
 from trioserve.http.listener import BoundedBuffer
 from trioserve.http.sse import DONE, PING, EventStream, frame
 from trioserve.runtime.job import BUFFERED_EVENTS
@@ -103,28 +104,98 @@ async def collected(stream):
         return [part async for part in body]
 
 
+class Wire:
+    """What an exchange sends, and when; a send takes as long as it is told."""
+
+    def __init__(self, send_timeout=60.0, silence=15.0):
+        scope = {"headers": [], "path": "/", "method": "POST", "http_version": "1.1"}
+        self.sent, self.seconds = [], 0.0
+        self.exchange = Exchange(
+            scope, None, self.take, send_timeout, silence, lambda: False, witness=Indifferent(), route="/"
+        )
+        self.exchange.ping = PING
+
+    async def take(self, message):
+        await trio.sleep(self.seconds)
+        self.sent.append((trio.current_time(), message.get("body")))
+
+    async def begin(self):
+        await self.exchange.send({"type": "http.response.start", "status": 200, "headers": []})
+        self.sent.clear()
+
+    async def say(self, body):
+        await self.exchange.send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+class Indifferent:
+    def response_begun(self, route, status):
+        pass
+
+
 async def test_comments_come_at_the_interval_and_not_beside_frames(autojump_clock):
-    class Source(Slow):
-        """As a generation, it goes on waiting where it was interrupted."""
+    wire, start = Wire(), trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wire.exchange.watch)
+        await trio.sleep(20)
+        await wire.begin()
+        await trio.sleep(10)
+        await wire.say(b"a")
+        await trio.sleep(40)
+        await wire.say(b"b")
+        nursery.cancel_scope.cancel()
+    times = [(round(at - start), body) for at, body in wire.sent]
+    assert times == [(30, b"a"), (45, PING), (60, PING), (70, b"b")]
 
-        async def next_frames(self):
-            if self.steps and not self.steps[0][0]:
-                return self.steps.pop(0)[1]
-            return await super().next_frames()
 
-    start = trio.current_time()
-    stream = EventStream(Source((0, b"a"), (40, b"b")), 15)
-    assert await stream.__anext__() == b"a"
-    assert [await stream.__anext__() for _ in range(2)] == [PING, PING]
-    assert trio.current_time() - start == pytest.approx(30)
+@pytest.mark.parametrize("without", ["an interval", "a stream", "an end"])
+async def test_there_are_no_comments_without(without, autojump_clock):
+    wire = Wire(silence=math.inf if without == "an interval" else 15)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wire.exchange.watch)
+        if without != "a stream":
+            await wire.begin()
+        if without == "an end":
+            wire.exchange.finished = True
+        await trio.sleep(1000)
+        nursery.cancel_scope.cancel()
+    assert wire.sent == []
 
 
-async def test_without_an_interval_there_are_no_comments(autojump_clock):
-    assert await collected(EventStream(Slow((0, b"a"), (10_000, b"b")), math.inf)) == [b"a", b"b", DONE]
+async def test_a_comment_that_nobody_takes_ends_the_request(autojump_clock):
+    wire = Wire(send_timeout=30)
+
+    async def be_silent():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wire.exchange.watch)
+            await wire.begin()
+            wire.seconds = math.inf
+            await trio.sleep_forever()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await be_silent()
+    assert caught.group_contains(ClientStalledError)
+    assert trio.current_time() == pytest.approx(15 + 30, abs=0.1)
+
+
+async def test_a_body_that_waits_behind_a_comment_is_bounded_too(autojump_clock):
+    wire = Wire(send_timeout=30)
+
+    async def speak_late():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wire.exchange.watch)
+            await wire.begin()
+            wire.seconds = math.inf
+            await trio.sleep(20)
+            await wire.say(b"never")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await speak_late()
+    assert caught.group_contains(ClientStalledError)
+    assert trio.current_time() == pytest.approx(20 + 30, abs=0.1)
 
 
 async def test_an_error_is_the_last_thing_that_a_stream_tells():
-    parts = await collected(EventStream(Slow((0, b"a"), (0, EngineError("broken")), (0, b"never")), math.inf))
+    parts = await collected(EventStream(Slow((0, b"a"), (0, EngineError("broken")), (0, b"never"))))
     assert parts[0] == b"a"
     assert json.loads(parts[1].removeprefix(b"data: "))["error"]["message"] == "broken"
     assert len(parts) == 2

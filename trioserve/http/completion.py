@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from quart import Response
 
-from trioserve.config import Config
 from trioserve.errors import TrioserveError
 from trioserve.http import render
 from trioserve.http.answers import renderer
@@ -38,11 +36,11 @@ async def answer(
     generation = await service.start(batch_request(body, exchange.request_id), exchange.resources)
     if not body.stream:
         return await _in_one_piece(generation, body, shape)
-    return stream_response(service.config, _Chunks(generation, body, shape))
+    return stream_response(exchange, _Chunks(generation, body, shape))
 
 
 def stream_response(
-    config: Config,
+    exchange: Exchange,
     source: Source,
     ending: bytes = DONE,
     *,
@@ -52,14 +50,14 @@ def stream_response(
     """Answer with server-sent events.
 
     Arguments:
-        config: of the server.
+        exchange: of the request.
         source: of the frames.
         ending: what the stream ends with.
         ping: what is sent in silence.
         tell: makes the event of an error.
     """
-    silence = config.sse_ping_interval_ms / 1000 or math.inf
-    response = Response(EventStream(source, silence, ending, ping=ping, tell=tell))
+    exchange.ping = ping
+    response = Response(EventStream(source, ending, tell=tell))
     response.timeout = None  # Quart would cut longer streams at its RESPONSE_TIMEOUT, silently
     response.headers["content-type"] = "text/event-stream; charset=utf-8"
     response.headers["cache-control"] = "no-store"

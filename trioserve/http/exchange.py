@@ -29,6 +29,7 @@ _KEY = "trioserve.exchange"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _FAREWELL_SECONDS = 1.0
 _LINGER_SECONDS = 0.5
+_LENIENCE_SECONDS = 0.05
 RETRY_AFTER = {"server_busy": b"1", "shutting_down": b"5", "model_load_failed": b"5", "insufficient_memory": b"5"}
 
 
@@ -62,6 +63,7 @@ class Exchange:
         receive: of the ASGI call.
         send: of the ASGI call.
         send_timeout: seconds that one message may take to be handed to the transport.
+        silence: seconds after which ``ping`` is sent in the midst of a response; infinity sends nothing.
         closing: tells whether the connection shall close after this response.
         headers: added to those of the response.
         witness: told how it goes.
@@ -71,6 +73,7 @@ class Exchange:
         origin: what log lines and counts tell of the request.
         dialect: in which errors are told.
         tell: makes the event that tells an error in the midst of a stream; a stream may have one of its own.
+        ping: what is sent in silence, by whoever has a body that may be silent.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Exchange:
         receive: Receive,
         send: Send,
         send_timeout: float,
+        silence: float,
         closing: Callable[[], bool],
         headers: Iterable[Header] = (),
         *,
@@ -91,6 +95,7 @@ class Exchange:
         self.origin = Origin(self.request_id, route, trace={} if trace is None else trace._asdict())
         self.dialect = dialect_of(scope["path"])
         self.tell = self.dialect.event
+        self.ping = b""
         self._witness = witness
         self._wants_work = scope.get("method") == "POST" and route != UNMATCHED
         self.started = self.finished = False
@@ -102,7 +107,9 @@ class Exchange:
         self._send_timeout = send_timeout
         self._closing = closing
         self._more_headers = list(headers)
+        self._silence = silence
         self._sending_since: float | None = None
+        self._sent_at = trio.current_time()
         self._watched = False
         self._told_of_stall = False
         scope[_KEY] = self
@@ -136,7 +143,7 @@ class Exchange:
             with trio.move_on_after(_LINGER_SECONDS):
                 await self._heard_out.wait()
         self.finished = self.finished or last
-        self._sending_since = trio.current_time()
+        self._sending_since = self._sent_at = trio.current_time()
         if self._watched and not last:
             await self._raw_send(message)  # without a scope of its own: a stream comes here for every token
         else:
@@ -158,25 +165,45 @@ class Exchange:
         return ClientStalledError(f"the client took no data for {self._send_timeout:g} s")
 
     async def watch(self) -> None:
-        """Free what the request holds when a send takes too long, and end the request where it can be cancelled.
+        """Send something in silence, and free what the request holds when a send takes too long.
 
-        Hypercorn's Trio worker shields its sends without a bound; a client that stops reading would hold its slot.
+        Then the request ends as well, where it can be cancelled: Hypercorn's Trio worker shields its sends without a
+        bound, and a client that stops reading would hold its slot.
+
+        One task for the whole request, and no scope for each message: a stream sends one for every token.
 
         Raises:
             ClientStalledError: a send took too long.
         """
         self._watched = True
         try:
-            while True:
-                since = self._sending_since
-                now = trio.current_time()
-                due = (now if since is None else since) + self._send_timeout
-                if due <= now:
-                    self.resources.close()
-                    raise self._stall()
-                await trio.sleep_until(due + 0.05)
+            async with trio.open_nursery() as nursery:
+                due = self._look(nursery)
+                while True:
+                    await trio.sleep_until(due)
+                    due = self._look(nursery)
         finally:
             self._watched = False
+
+    def _look(self, nursery: trio.Nursery) -> float:
+        """See to what is due, and return when to look again: no send that begins meanwhile can be too long by then."""
+        now = trio.current_time()
+        since = now if self._sending_since is None else self._sending_since
+        if since + self._send_timeout <= now:
+            self.resources.close()
+            raise self._stall()
+        if now >= self._sent_at + self._silence:
+            self._sent_at = now
+            if self.ping and self.started and not self.finished:
+                nursery.start_soon(self._send_ping)
+        return min(self._sent_at + self._silence, since + self._send_timeout + _LENIENCE_SECONDS)
+
+    async def _send_ping(self) -> None:
+        if self._sending_since is None and not self.finished:
+            self._sending_since = since = trio.current_time()
+            await self._raw_send({"type": "http.response.body", "body": self.ping, "more_body": True})
+            if self._sending_since == since:  # or it is the body's own by now
+                self._sending_since = None
 
     def note_error(self, error: TrioserveError) -> None:
         """Have an error counted that is this request's answer. What only looks at something isn't counted."""

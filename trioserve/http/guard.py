@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -55,6 +56,7 @@ class Guard:
         self._service = service
         self._name_route = name_route
         self._send_timeout = service.config.send_timeout_ms / 1000
+        self._silence = service.config.sse_ping_interval_ms / 1000 or math.inf
         self._keyring = Keyring.of(service.config)
         self._cors = Cors(service.config.cors_origins)
 
@@ -68,7 +70,15 @@ class Guard:
         more_headers = self._cors.response_headers(scope["headers"])
         route = self._name_route(scope["method"], scope["path"]) if scope["type"] == "http" else UNMATCHED
         exchange = Exchange(
-            scope, receive, send, self._send_timeout, self._draining, more_headers, witness=self._service, route=route
+            scope,
+            receive,
+            send,
+            self._send_timeout,
+            self._silence,
+            self._draining,
+            more_headers,
+            witness=self._service,
+            route=route,
         )
         with as_origin(exchange.origin), exchange.resources:
             try:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-import trio
 from quart.wrappers.response import ResponseBody
 
 from trioserve.errors import TrioserveError
@@ -49,26 +48,16 @@ class EventStream(ResponseBody):
 
     Arguments:
         source: of the frames.
-        ping_interval: seconds of silence after which something is sent; infinity sends nothing.
         ending: what follows the last frame.
-        ping: what is sent in silence.
         tell: makes the event of an error.
     """
 
     def __init__(
-        self,
-        source: Source,
-        ping_interval: float,
-        ending: bytes = DONE,
-        *,
-        ping: bytes = PING,
-        tell: Callable[[TrioserveError], bytes] = error_frame,
+        self, source: Source, ending: bytes = DONE, *, tell: Callable[[TrioserveError], bytes] = error_frame
     ) -> None:
         self._source = source
         self._ending = ending
-        self._ping = ping
         self._tell = tell
-        self._ping_interval = ping_interval
         self._ended = False
 
     async def __aenter__(self) -> Self:
@@ -85,14 +74,12 @@ class EventStream(ResponseBody):
     async def __anext__(self) -> bytes:
         if self._ended:
             raise StopAsyncIteration
-        with trio.move_on_after(self._ping_interval):
-            try:
-                frames = await self._source.next_frames()
-            except TrioserveError as error:
-                self._ended = True
-                return self._tell(error)
-            self._ended = not frames
-            if not frames and not self._ending:
-                raise StopAsyncIteration
-            return frames or self._ending
-        return self._ping
+        try:
+            frames = await self._source.next_frames()
+        except TrioserveError as error:
+            self._ended = True
+            return self._tell(error)
+        self._ended = not frames
+        if not frames and not self._ending:
+            raise StopAsyncIteration
+        return frames or self._ending

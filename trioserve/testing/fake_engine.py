@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ class FakeEngine:
         failing_step: number of the step, of any sequence, that fails, or None.
         raising_step: number of the step, of any sequence, that raises, or None.
         failing_proofs: how many of the next looks at a session after a reset find it unsound.
+        step_seconds: how long each step takes beside that.
         deaf: whether a step that waits at the gate ignores an interrupt.
         refused: name of a file that is refused when it is inspected, or None.
         device_memory: bytes that are free on the GPU; None where there is none.
@@ -93,6 +95,7 @@ class FakeEngine:
         self.failing_step: int | None = None
         self.raising_step: int | None = None
         self.failing_proofs = 0
+        self.step_seconds = 0.0
         self.deaf = False
         self.refused: str | None = None
         self.device_memory: int | None = None
@@ -269,6 +272,8 @@ class FakeSession:
         self.threads.append(threads)
         if self._interrupted or not self._engine.step_gate.wait(self._heeds_interrupt):
             return []
+        if self._engine.step_seconds:
+            time.sleep(self._engine.step_seconds)
         self._steps += 1
         if self._steps == self._engine.raising_step:
             raise RuntimeError("the fake was told to raise")

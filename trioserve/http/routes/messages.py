@@ -38,7 +38,7 @@ def register(app: QuartTrio, service: Service) -> None:
         generation = await service.start(translated_request(body, exchange.request_id), exchange.resources)
         if not body.stream:
             return render.response(message(generation, *await collect_one(generation)))
-        return stream_response(service.config, MessageStream(generation), b"", ping=PING, tell=exchange.tell)
+        return stream_response(exchange, MessageStream(generation), b"", ping=PING, tell=exchange.tell)
 
     @app.post(f"{MESSAGES}/count_tokens")
     @Operation(

@@ -38,4 +38,4 @@ def register(app: QuartTrio, service: Service) -> None:
             return render.response(shape.whole(*await collect_one(generation)))
         stream = ResponseStream(generation, shape)
         exchange.tell = stream.tell
-        return stream_response(service.config, stream, ending=b"", tell=stream.tell)
+        return stream_response(exchange, stream, ending=b"", tell=stream.tell)

@@ -43,7 +43,7 @@ def register(app: QuartTrio, service: Service) -> None:
     async def stream() -> Response:
         body, exchange = await read_as(request, parse_task), Exchange.of(request.scope)
         generation = await service.start(generation_request(body, exchange.request_id), exchange.resources)
-        return stream_response(service.config, tasks.TaskStream(generation), ending=b"")
+        return stream_response(exchange, tasks.TaskStream(generation), ending=b"")
 
     @app.post("/v1/tasks/batch")
     @Operation(
@@ -60,7 +60,7 @@ def register(app: QuartTrio, service: Service) -> None:
             return _batch(BatchTaskRequest.parse(body), exchange.request_id)
 
         generation = await service.start(await read_as(request, parse), exchange.resources)
-        return stream_response(service.config, tasks.BatchStream(generation), ending=b"")
+        return stream_response(exchange, tasks.BatchStream(generation), ending=b"")
 
 
 def _batch(body: BatchTaskRequest, request_id: str) -> BatchRequest:
