@@ -11,7 +11,9 @@ from trioserve.engine.base import Constraint, ConstraintKind, Failed, Finished, 
 from trioserve.engine.llama.chooser import Chooser, Row
 from trioserve.engine.sampling import Sampling
 
-NEAR = 0.1  # in log probability: two tokens so near each other are as good as equally likely
+# In log probability. A quiet session that evaluates the same tokens in one piece instead of one by one moves the lead
+# of this model's likeliest token by up to 0.4 (median 0.04): its activations are rounded to 8 bits.
+NEAR = 0.5
 SEQUENCES = 6
 
 
@@ -102,6 +104,20 @@ def _tokens(session, request):
         events += session.step(2)
     session.remove(number)
     return events[:-1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_answers_of_weights_in_32_bits_are_the_same_in_any_crowd(tiny, seed):
+    chance = random.Random(seed)
+    wanted = [
+        asking([chance.randrange(3, 200) for _ in range(chance.randrange(1, 60))], 24, logprobs=2, ignore_eos=True)
+        for _ in range(12)
+    ]
+    with opened(tiny, n_ctx=128) as session:
+        alone = [_tokens(session, request) for request in wanted]
+    with opened(tiny, n_ctx=128, max_sequences=SEQUENCES) as session:
+        beside = crowded(session, wanted, seed)
+    assert [[event.token for event in one] for one in alone] == [[event.token for event in one] for one in beside]
 
 
 def test_random_numbers_are_each_sequence_s_own(tiny):

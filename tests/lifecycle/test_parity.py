@@ -85,7 +85,9 @@ def test_answers_do_not_depend_on_the_load():
         assert idle(client)
 
 
-NEAR = 0.1  # in log probability: two tokens so near each other are as good as equally likely
+# In log probability. A quiet session that evaluates the same tokens in one piece instead of one by one moves the lead
+# of this model's likeliest token by up to 0.4 (median 0.04): its activations are rounded to 8 bits.
+NEAR = 0.5
 
 
 def said(client, body):
