@@ -3,12 +3,16 @@
 A step is one ``llama_decode`` over whatever the live sequences have to offer, next tokens and prompt chunks together,
 then one sampled token for each row that is complete. Every arrangement (one private sequence per slot, a native batch,
 slots sharing a context) is this class with other sequences in it.
+
+Where a device evaluates on its own, a step ends by setting the next one going: what comes of its tokens is handed out
+while the device is at work, and it has nothing to wait for but the choice of tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from trioserve.engine.base import ConstraintError, Failed, Finished, FinishReason, SequenceRequest, StepEvent, Token
 from trioserve.engine.llama.chooser import Choice, Chooser, Row
@@ -61,6 +65,20 @@ class _Live:
         self.assembler = TextAssembler(request.stops)
 
 
+class _Flying(NamedTuple):
+    """A sequence that gets a token chosen from what is being evaluated.
+
+    Attributes:
+        live: the sequence.
+        row: of the batch.
+        output: which of the rows that have logits that is.
+    """
+
+    live: _Live
+    row: int
+    output: int
+
+
 class DecodeCore:
     """Works the sequences of one context. Knows no Trio; one thread at a time.
 
@@ -73,6 +91,7 @@ class DecodeCore:
         chunk: tokens of prompts that one step may evaluate.
         beside: the same for a step that other sequences' next tokens are in: so long do those have to wait for it.
         max_sequences: sequences that may live at once.
+        ahead: set the next step going at the end of each; for contexts whose ``decode`` does not wait for the device.
     """
 
     def __init__(
@@ -86,6 +105,7 @@ class DecodeCore:
         chunk: int,
         beside: int,
         max_sequences: int,
+        ahead: bool = False,
     ) -> None:
         self._context = context
         self._vocabulary = vocabulary
@@ -96,6 +116,8 @@ class DecodeCore:
         self._chooser = Chooser(context)
         self._batch = Batch(max(n_batch, max_sequences))
         self._max_sequences = max_sequences
+        self._ahead = ahead
+        self._flight: list[_Flying] | None = None  # what was set going and has not been looked at
         self._live: dict[int, _Live] = {}
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
@@ -148,6 +170,7 @@ class DecodeCore:
 
     def resume(self) -> None:
         """Have the live sequences go on after an interrupt, each from its last good step."""
+        self._take_back()
         for live in self._live.values():
             if not self._context.truncate(live.number, len(live.known)):
                 live.pending = [*live.known, *live.pending]
@@ -156,6 +179,7 @@ class DecodeCore:
 
     def end_all(self) -> None:
         """End all sequences and lower the abort flag."""
+        self._take_back()
         for number in list(self._live):
             self.remove(number)
         self._context.lower()
@@ -163,16 +187,18 @@ class DecodeCore:
     def clear(self) -> None:
         """Forget all sequences, live and kept, and lower the abort flag."""
         self._close_samplers()
+        self._flight = None
         self._kept = {number: [] for number in range(self._max_sequences)}
         self._live.clear()
         self._context.reset()
 
     def is_sound(self, live: int) -> bool:
         """Tell whether so many sequences are live, the memory has of each what is known, and the abort flag is down."""
-        known = {**self._kept, **{number: one.known for number, one in self._live.items()}}
-        if len(self._live) != live or len(known) < self._max_sequences or self._context.interrupted:
+        lengths = {number: len(tokens) for number, tokens in self._kept.items()}
+        lengths |= {number: len(one.known) + one.offered for number, one in self._live.items()}
+        if len(self._live) != live or len(lengths) < self._max_sequences or self._context.interrupted:
             return False
-        return all(self._context.length(number) == len(tokens) for number, tokens in known.items())
+        return all(self._context.length(number) == length for number, length in lengths.items())
 
     def close(self) -> None:
         """Free the context and what the live sequences hold. Idempotent."""
@@ -185,7 +211,17 @@ class DecodeCore:
         """Evaluate one batch; see ``engine.base.Session.step``."""
         if self._context.interrupted:
             return []
-        lives = self._fill(held)
+        events = self._set_going(threads, held) if self._flight is None else []
+        if self._flight is None:
+            return events
+        events = self._bring_home(threads)
+        if self._ahead:
+            events += self._set_going(threads, held)
+        return events
+
+    def _set_going(self, threads: int, held: Collection[int]) -> list[StepEvent]:
+        """Have a batch evaluated, where there is anything to put into one. Only a failure is told."""
+        flight = self._fill(held)
         if not self._batch.size:
             return []
         outcome = self._context.decode(self._batch, threads)
@@ -194,11 +230,18 @@ class DecodeCore:
             return []
         if outcome is Outcome.FAILED:
             return self._fail()
+        self._flight = flight
+        return []
+
+    def _bring_home(self, threads: int) -> list[StepEvent]:
+        """Choose a token for each row of what was set going. A sequence that was removed meanwhile gets none."""
+        flight, self._flight = self._flight or [], None
         self._note_evaluated()
-        choices = self._chooser.choose([Row(live.sampler, row) for live, row in lives], threads)
+        landed = [one for one in flight if self._live.get(one.live.number) is one.live]
+        rows = [Row(one.live.sampler, one.row, one.output) for one in landed]
         events: list[StepEvent] = []
-        for (live, _), choice in zip(lives, choices, strict=True):
-            self._advance(live, choice, events)
+        for one, choice in zip(landed, self._chooser.choose(rows, len(flight), threads), strict=True):
+            self._advance(one.live, choice, events)
         return events
 
     def _place(self, request: SequenceRequest) -> tuple[int, int]:
@@ -233,6 +276,7 @@ class DecodeCore:
 
     def _take_back(self) -> None:
         """What a step that was cut short has evaluated, nobody knows."""
+        self._flight = None
         for live in self._live.values():
             live.offered = 0
 
@@ -240,37 +284,44 @@ class DecodeCore:
         for live in self._live.values():
             live.sampler.close()
 
-    def _fill(self, held: Collection[int]) -> list[tuple[_Live, int]]:
-        """Put next tokens first and pieces of prompts after them, so that nobody's prompt delays another's next token.
+    def _fill(self, held: Collection[int]) -> list[_Flying]:
+        """Take next tokens first and pieces of prompts after them, so that nobody's prompt delays another's next token.
 
         The prompt that is nearest to its end goes first, and those that wait draw nearer with every step: a short one
         does not wait for a long one, and a long one gets on beside any number of short ones.
 
         Returns:
-            The sequences that get a token sampled, each with its row of the batch, in rising order.
+            The sequences that get a token chosen, in the order of their rows.
         """
         self._batch.clear()
         offering = [live for live in self._live.values() if live.pending and live.number not in held]
-        rows = [row for live in offering if len(live.pending) == 1 and (row := self._offer(live, 1))]
-        chunk = left = self._beside if rows else self._chunk
+        counts = {live: 1 for live in offering if len(live.pending) == 1}
+        chunk = left = self._beside if counts else self._chunk
+        room = self._batch.room - len(counts)
         prompts = [live for live in offering if len(live.pending) > 1]
         for live in sorted(prompts, key=lambda live: len(live.pending) - live.waited * chunk):
-            count = _piece(len(live.pending), chunk, min(left, self._batch.room))
+            count = _piece(len(live.pending), chunk, min(left, room))
             live.waited = 0 if count else live.waited + 1
-            left -= count
-            if count and (row := self._offer(live, count)):
-                rows.append(row)
-        return rows
+            left, room = left - count, room - count
+            counts[live] = count
+        return self._put(counts)
 
-    def _offer(self, live: _Live, count: int) -> tuple[_Live, int] | None:
-        """Put the next tokens of a sequence into the batch. With the last of them comes a row that gets sampled."""
-        count = min(count, self._batch.room)
-        if not count:
-            return None
-        complete = count == len(live.pending)
-        row = self._batch.append(live.pending[:count], len(live.known), live.number, output=complete)
-        live.offered = count
-        return (live, row) if complete else None
+    def _put(self, counts: Mapping[_Live, int]) -> list[_Flying]:
+        """Put so many tokens of each sequence into the batch. With the last of its tokens comes a row to choose from.
+
+        In rising order of their numbers: where sequences have memories apart, llama.cpp evaluates together what comes
+        in that order, and everything else one after the other.
+        """
+        flight: list[_Flying] = []
+        for live, count in sorted(counts.items(), key=lambda item: item[0].number):
+            if not count:
+                continue
+            complete = count == len(live.pending)
+            row = self._batch.append(live.pending[:count], len(live.known), live.number, output=complete)
+            live.offered = count
+            if complete:
+                flight.append(_Flying(live, row, len(flight)))
+        return flight
 
     def _fail(self) -> list[StepEvent]:
         """End every sequence that had not ended: which of them the context could not take, it does not say."""

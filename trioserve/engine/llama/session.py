@@ -59,6 +59,7 @@ class LlamaSession:
             chunk=chunk,
             beside=options.prefill_chunk or (chunk if offloaded else CPU_BESIDE),
             max_sequences=options.max_sequences,
+            ahead=offloaded,
         )
 
     def add(self, work: Work) -> int:
