@@ -95,13 +95,17 @@ class Batch:
             The row of the last token, to ask ``Context.logits`` for.
         """
         start, end = self.size, self.size + len(tokens)
-        self._tokens[start:end] = tokens
-        self._positions[start:end] = range(position, position + len(tokens))
-        self._sequences[start:end] = sequence
-        self._outputs[start:end] = 0
-        self._outputs[end - 1] = output
+        last = end - 1
+        self._outputs[last] = output
+        if start == last:  # as in most steps, for each of the sequences
+            self._tokens[last], self._positions[last], self._sequences[last] = tokens[0], position, sequence
+        else:
+            self._tokens[start:end] = tokens
+            self._positions[start:end] = range(position, position + len(tokens))
+            self._sequences[start:end] = sequence
+            self._outputs[start:last] = 0
         self.size = end
-        return end - 1
+        return last
 
 
 class Context:

@@ -11,7 +11,8 @@ while the device is at work, and it has nothing to wait for but the choice of to
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from trioserve.engine.base import ConstraintError, Failed, Finished, FinishReason, SequenceRequest, StepEvent, Token
@@ -24,6 +25,7 @@ from trioserve.engine.prefix import common_prefix
 from trioserve.engine.text import TextAssembler
 
 _logger = logging.getLogger("trioserve.llama")
+_NOTHING = 0  # a token that every vocabulary has
 _LEAST_SHARE = 0.1  # of a prompt; where less is in common, what a sequence has kept may be worth more to another prompt
 
 
@@ -92,6 +94,7 @@ class DecodeCore:
         beside: the same for a step that other sequences' next tokens are in: so long do those have to wait for it.
         max_sequences: sequences that may live at once.
         ahead: set the next step going at the end of each; for contexts whose ``decode`` does not wait for the device.
+        bridge: rows that may be spent for nothing to have a gap between sequences closed; see ``_bridges``.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class DecodeCore:
         beside: int,
         max_sequences: int,
         ahead: bool = False,
+        bridge: int = 0,
     ) -> None:
         self._context = context
         self._vocabulary = vocabulary
@@ -117,6 +121,7 @@ class DecodeCore:
         self._batch = Batch(max(n_batch, max_sequences))
         self._max_sequences = max_sequences
         self._ahead = ahead
+        self._bridge = bridge
         self._flight: list[_Flying] | None = None  # what was set going and has not been looked at
         self._live: dict[int, _Live] = {}
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
@@ -221,10 +226,13 @@ class DecodeCore:
 
     def _set_going(self, threads: int, held: Collection[int]) -> list[StepEvent]:
         """Have a batch evaluated, where there is anything to put into one. Only a failure is told."""
-        flight = self._fill(held)
-        if not self._batch.size:
+        counts = self._shares(held)
+        if not counts:
             return []
+        bridges = self._bridges(counts) if self._bridge else ()
+        flight = self._fill(counts, bridges)
         outcome = self._context.decode(self._batch, threads)
+        self._take_down(bridges)
         if outcome is Outcome.INTERRUPTED:
             self._take_back()
             return []
@@ -258,13 +266,25 @@ class DecodeCore:
         }
         number = max(common, key=lambda number: (common[number], -len(self._kept[number])))
         if common[number] < _LEAST_SHARE * len(request.prompt):
-            empty = (number for number, kept in self._kept.items() if not kept)
-            number = next(empty, next(iter(self._kept)))
+            number = self._free_number()
         cached = common[number]
         if not self._context.truncate(number, cached):
             cached = 0
         self._kept[number] = list(request.prompt[:cached])
         return number, cached
+
+    def _free_number(self) -> int:
+        """The sequence for a prompt that has little in common with any: next to the live ones, where there is one.
+
+        Sequences with numbers in a row are evaluated together. Among equals it is an empty one, or else the one that
+        was left first.
+        """
+
+        def cost(number: int) -> tuple[int, bool]:
+            distance = min((abs(number - live) for live in self._live), default=0)
+            return distance, bool(self._kept[number])
+
+        return min(self._kept, key=cost)
 
     def _note_evaluated(self) -> None:
         """Move what was offered in a step that succeeded to what is known."""
@@ -284,41 +304,76 @@ class DecodeCore:
         for live in self._live.values():
             live.sampler.close()
 
-    def _fill(self, held: Collection[int]) -> list[_Flying]:
-        """Take next tokens first and pieces of prompts after them, so that nobody's prompt delays another's next token.
+    def _shares(self, held: Collection[int]) -> dict[_Live, int]:
+        """How many tokens each sequence gets into a step: next tokens first, so that nobody's prompt delays another's.
 
         The prompt that is nearest to its end goes first, and those that wait draw nearer with every step: a short one
-        does not wait for a long one, and a long one gets on beside any number of short ones.
+        does not wait for a long one, and a long one gets on beside any number of short ones. Only the first one is cut
+        up: where sequences have memories apart, each length of its own is evaluated for itself.
+        """
+        offering = [live for live in self._live.values() if live.pending and live.number not in held]
+        counts = {live: 1 for live in offering if len(live.pending) == 1}
+        chunk = self._beside if counts else self._chunk
+        left = all_of_it = min(chunk, self._batch.capacity - len(counts))
+        prompts = [live for live in offering if len(live.pending) > 1]
+        for live in sorted(prompts, key=lambda live: len(live.pending) - live.waited * chunk):
+            whole = len(live.pending) <= left
+            count = _piece(len(live.pending), chunk, left) if whole or left == all_of_it else 0
+            live.waited = 0 if count else live.waited + 1
+            if count:
+                counts[live] = count
+                left -= count
+        return counts
+
+    def _bridges(self, counts: Mapping[_Live, int]) -> list[int]:
+        """Idle sequences between those that get a next token.
+
+        A device reads all weights again for each row of numbers without a gap. To evaluate a few tokens more, that
+        nobody asks for, is quicker.
+        """
+        single = sorted(live.number for live, count in counts.items() if count == 1)
+        if not single or single[-1] - single[0] == len(single) - 1:
+            return []
+        present = {live.number for live in counts}
+        room = self._batch.capacity - sum(counts.values())
+        bridges: list[int] = []
+        for one, other in pairwise(single):
+            gap = [number for number in range(one + 1, other) if number not in present]
+            if len(gap) <= min(self._bridge, room - len(bridges)) and all(map(self._has_room, gap)):
+                bridges += gap
+        return bridges
+
+    def _has_room(self, number: int) -> bool:
+        """Whether a sequence is idle, and one more token fits into it."""
+        return number in self._kept and len(self._kept[number]) < self._n_ctx
+
+    def _take_down(self, bridges: Iterable[int]) -> None:
+        """Free what was evaluated for nothing. A model that can't forget a part of a sequence gets no more of it."""
+        for number in bridges:
+            if not self._context.truncate(number, len(self._kept[number])):
+                self._kept[number] = []
+                self._bridge = 0
+
+    def _fill(self, counts: Mapping[_Live, int], bridges: Iterable[int]) -> list[_Flying]:
+        """Put tokens into the batch. With the last of a sequence's tokens comes a row to choose from.
+
+        In rising order of their numbers: where sequences have memories apart, llama.cpp evaluates together what comes
+        in that order, and everything else one after the other.
 
         Returns:
             The sequences that get a token chosen, in the order of their rows.
         """
         self._batch.clear()
-        offering = [live for live in self._live.values() if live.pending and live.number not in held]
-        counts = {live: 1 for live in offering if len(live.pending) == 1}
-        chunk = left = self._beside if counts else self._chunk
-        room = self._batch.room - len(counts)
-        prompts = [live for live in offering if len(live.pending) > 1]
-        for live in sorted(prompts, key=lambda live: len(live.pending) - live.waited * chunk):
-            count = _piece(len(live.pending), chunk, min(left, room))
-            live.waited = 0 if count else live.waited + 1
-            left, room = left - count, room - count
-            counts[live] = count
-        return self._put(counts)
-
-    def _put(self, counts: Mapping[_Live, int]) -> list[_Flying]:
-        """Put so many tokens of each sequence into the batch. With the last of its tokens comes a row to choose from.
-
-        In rising order of their numbers: where sequences have memories apart, llama.cpp evaluates together what comes
-        in that order, and everything else one after the other.
-        """
         flight: list[_Flying] = []
-        for live, count in sorted(counts.items(), key=lambda item: item[0].number):
-            if not count:
+        lives = {live.number: live for live in counts}
+        for number in sorted([*lives, *bridges]):
+            live = lives.get(number)
+            if live is None:
+                self._batch.append((_NOTHING,), len(self._kept[number]), number, output=False)
                 continue
-            complete = count == len(live.pending)
-            row = self._batch.append(live.pending[:count], len(live.known), live.number, output=complete)
-            live.offered = count
+            live.offered = counts[live]
+            complete = live.offered == len(live.pending)
+            row = self._batch.append(live.pending[: live.offered], len(live.known), number, output=complete)
             if complete:
                 flight.append(_Flying(live, row, len(flight)))
         return flight

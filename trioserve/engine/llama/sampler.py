@@ -55,6 +55,8 @@ class Sampler:
         # Some of llama.cpp's samplers would choose a token of no probability before they choose none.
         never = [*banned, *(token for token, bias in sampling.logit_bias if bias == -np.inf)]
         self.banned = np.asarray(never, np.intp) if never else None
+        # Looking for what is left takes longer than most of the chain.
+        self._may_leave_none = matcher is not None or len(never) >= vocabulary.size
         self._logprobs = logprobs
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.
         self._chain = (
@@ -94,7 +96,7 @@ class Sampler:
                 logits[self.banned] = -np.inf
             if self._matcher is not None:
                 self._matcher.restrict(logits)
-            if logits.max() == -np.inf:
+            if self._may_leave_none and logits.max() == -np.inf:
                 raise ConstraintError("no token is left that its form and logit_bias allow")
         token = (
             int(logits.argmax())
