@@ -14,13 +14,14 @@ import sys
 import xml.etree.ElementTree as ET
 from functools import partial
 
+import httpx
 import pytest
 import trio
 
 from trioserve import cli
 from trioserve.bench import __main__ as alone
 from trioserve.bench import command
-from trioserve.bench.load import NoTargetError, Target, ask_once, body, find_target, run_load
+from trioserve.bench.load import NoTargetError, Target, ask, ask_once, body, find_target, run_load
 from trioserve.bench.measures import (
     Answer,
     Chunk,
@@ -393,6 +394,22 @@ async def test_failures_are_part_of_the_answer(tmp_path, prepare, model, complai
     async with serving(tmp_path, engine) as base:
         answer = await ask_once(Target(base, model), Workload(tokens=TOKENS))
     assert complaint in answer.error
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+async def test_text_may_hold_what_others_take_for_the_end_of_a_line(cut):
+    whole = 'data: {"choices":[{"delta":{"content":"a\u2028b\x85c"}}]}\r\n\r\ndata: [DONE]'.encode()
+
+    async def answer(request):
+        return httpx.Response(200, content=pieces())
+
+    async def pieces():
+        yield whole[:cut]
+        yield whole[cut:]
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        told = await ask(client, Target("http://nowhere", "any"), Workload(), 1)
+    assert (told.error, len(told.texts)) == (None, 1)
 
 
 async def test_nobody_listens():

@@ -59,9 +59,10 @@ class ScriptedContext:
         assert cell.output, f"{cell} was not marked for output"
         return np.eye(1, VOCAB, (cell.token + 1) % VOCAB, dtype=np.float32)[0]
 
-    def likeliest(self, outputs, which):
+    def likeliest(self, outputs, which, bans):
         rows = [row for row, cell in enumerate(self.batches[-1]) if cell.output]
         assert len(rows) == outputs
+        assert bans == [None] * len(which)
         return [int(self.logits(rows[index]).argmax()) for index in which]
 
     def truncate(self, sequence, tokens):
@@ -92,7 +93,7 @@ class ScriptedVocabulary:
         return token == END
 
 
-def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX):
+def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, ahead=False, bridge=0):
     return DecodeCore(
         context,
         ScriptedVocabulary(),
@@ -102,6 +103,8 @@ def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX):
         chunk=chunk,
         beside=beside,
         max_sequences=MAX_SEQUENCES,
+        ahead=ahead,
+        bridge=bridge,
     )
 
 
@@ -156,7 +159,7 @@ def test_the_prompt_that_is_nearest_to_its_end_goes_first():
     core.add(asking(counted(100, 30)))
     short = core.add(asking([40, 41]))
     core.step(1)
-    assert [cell.sequence for cell in context.batches[0][:2]] == [short, short]
+    assert [cell.sequence for cell in context.batches[0]].count(short) == 2
 
 
 def test_a_long_prompt_gets_on_beside_any_number_of_short_ones():
@@ -422,6 +425,134 @@ def test_close_is_idempotent_with_sequences_alive():
     assert context.closed
 
 
+# --- steps that set the next one going ---
+
+
+def test_the_next_step_is_under_way_before_the_tokens_of_one_are_told():
+    context = ScriptedContext()
+    core = core_over(context, ahead=True)
+    number = core.add(asking([10, 11], 3))
+    assert core.step(1) == [Token(number, 12, "\x0c")]
+    assert context.batches[-1] == [Cell(12, 2, number, True)]
+    assert core.step(1) == [Token(number, 13, "\r")]
+    *_, last = core.step(1)
+    assert isinstance(last, Finished)
+    assert len(context.batches) == 3, "nothing is evaluated for an answer that has ended"
+    core.remove(number)
+    assert core.step(1) == []
+
+
+def test_what_was_under_way_for_a_sequence_that_left_is_nobody_s():
+    context = ScriptedContext()
+    core = core_over(context, ahead=True)
+    leaving, *staying = [core.add(asking([10])) for _ in range(MAX_SEQUENCES)]
+    core.step(1)
+    core.remove(leaving)
+    newcomer = core.add(asking([90, 91, 92]))
+    assert newcomer == leaving, "the number is used again"
+    assert [(event.sequence, event.token) for event in core.step(1)] == [(number, 12) for number in staying]
+    assert [(event.sequence, event.token) for event in core.step(1)] == [(newcomer, 93), *((n, 13) for n in staying)]
+
+
+def test_a_step_that_was_taken_back_is_taken_again():
+    context = ScriptedContext()
+    core = core_over(context, ahead=True)
+    number = core.add(asking([10, 11]))
+    core.step(1)
+    context.interrupted = True
+    assert core.step(1) == []
+    core.resume()
+    assert context.memory[number] == [10, 11]
+    assert core.step(1) == [Token(number, 13, "\r")]
+
+
+def test_a_failure_ahead_comes_after_the_token_that_was_there_before():
+    core = core_over(ScriptedContext([Outcome.DONE, Outcome.FAILED]), ahead=True)
+    number = core.add(asking([10, 11]))
+    token, failed = core.step(1)
+    assert (token.token, failed) == (12, Failed(number, "the script says so"))
+    assert core.step(1) == []
+
+
+def test_rows_stand_in_the_order_of_their_sequences():
+    context = ScriptedContext()
+    core = core_over(context)
+    numbers = [core.add(asking([10 * place])) for place in range(MAX_SEQUENCES)]
+    core.step(1)
+    core.remove(numbers[1])
+    core.add(asking([90, 91, 92]))  # begun last, under the second number
+    core.step(1)
+    assert [cell.sequence for cell in context.batches[-1]] == [0, 1, 1, 1, 2, 3]
+
+
+def test_a_prompt_takes_a_number_next_to_those_that_are_live():
+    core = core_over(ScriptedContext())
+    first, second, _, last = [core.add(asking([10 * place])) for place in range(MAX_SEQUENCES)]
+    core.step(1)
+    for number in (first, second, last):
+        core.remove(number)
+    assert core.add(asking([90, 91])) == second
+    assert core.add(asking([80, 81])) == first, "of two that are as near, the one that was left first"
+
+
+def test_a_gap_is_bridged_by_rows_that_leave_nothing_behind():
+    context = ScriptedContext()
+    core = core_over(context, n_batch=20, chunk=20, beside=20, bridge=2)
+    numbers = [core.add(asking(counted(10 * place, 4))) for place in range(MAX_SEQUENCES)]
+    core.step(1)
+    for number in numbers[1:3]:
+        core.remove(number)
+    events = core.step(1)
+    assert [(cell.sequence, cell.output) for cell in context.batches[-1]] == [(0, 1), (1, 0), (2, 0), (3, 1)]
+    assert [(event.sequence, event.token) for event in events] == [(0, 5), (3, 35)]
+    assert [context.memory[number] for number in numbers[1:3]] == [counted(10, 4), counted(20, 4)]
+
+
+def test_a_gap_that_is_too_wide_is_left_open():
+    context = ScriptedContext()
+    core = core_over(context, n_batch=20, chunk=20, beside=20, bridge=1)
+    numbers = [core.add(asking(counted(10 * place, 4))) for place in range(MAX_SEQUENCES)]
+    core.step(1)
+    for number in numbers[1:3]:
+        core.remove(number)
+    core.step(1)
+    assert [cell.sequence for cell in context.batches[-1]] == [0, 3]
+
+
+def test_a_sequence_that_is_full_is_no_bridge():
+    context = ScriptedContext()
+    core = core_over(context, n_batch=20, chunk=20, beside=20, n_ctx=4, bridge=2)
+    numbers = [core.add(asking([10 * place], 4)) for place in range(3)]
+    core.step(1)
+    while len(context.memory[1]) < 4:
+        core._live[1].known.append(1)
+        context.memory[1].append(1)
+    core.remove(1)
+    core.step(1)
+    assert [cell.sequence for cell in context.batches[-1]] == [numbers[0], numbers[2]]
+
+
+def test_a_model_that_cannot_forget_a_part_is_a_bridge_but_once():
+    context = ScriptedContext(truncates=False)
+    core = core_over(context, n_batch=20, chunk=20, beside=20, bridge=2)
+    numbers = [core.add(asking(counted(10 * place, 4))) for place in range(3)]
+    core.step(1)
+    core.remove(numbers[1])
+    core.step(1)
+    assert core.history == []
+    core.step(1)
+    assert [len(batch) for batch in context.batches] == [12, 3, 2]
+
+
+def test_only_the_first_prompt_of_a_step_is_cut_up():
+    context = ScriptedContext()
+    core = core_over(context, n_batch=20, chunk=10)
+    for place in range(3):
+        core.add(asking(counted(50 * place, 6)))
+    core.step(1)
+    assert [cell.sequence for cell in context.batches[0]] == [0] * 6
+
+
 Plan = collections.namedtuple("Plan", "joins_at start length max_tokens leaves_at")
 plans = st.builds(
     Plan,
@@ -436,9 +567,9 @@ plans = st.builds(
 class Crowd:
     """Works plans on a scripted core: each joins when its time has come and a number is free."""
 
-    def __init__(self, plans, n_batch, chunk):
+    def __init__(self, plans, n_batch, chunk, **more):
         self.context = ScriptedContext()
-        self.core = core_over(self.context, n_batch=n_batch, chunk=chunk)
+        self.core = core_over(self.context, n_batch=n_batch, chunk=chunk, **more)
         self.waiting = sorted(plans, key=lambda plan: plan.joins_at)
         self.live = {}
         self.ended = []  # (plan, answer, what was evaluated of it)
@@ -452,7 +583,8 @@ class Crowd:
             for event in self.core.step(1):
                 self.live[event.sequence][1].take(event)
             for cell in self.context.batches[-1] if self.live else ():
-                self.live[cell.sequence][2].append(cell)
+                if cell.sequence in self.live:
+                    self.live[cell.sequence][2].append(cell)
             self._leave(lambda plan, got: got.end is not None)
 
     def _join(self, now):
@@ -490,6 +622,18 @@ def test_sequences_that_come_and_go_never_disturb_each_other(plans, n_batch, chu
     for batch in crowd.context.batches:
         assert 0 < len(batch) <= n_batch
         assert all(len(list(cells)) <= chunk for _, cells in itertools.groupby(batch, key=lambda cell: cell.sequence))
+
+
+@given(st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(1, 20))
+@settings(deadline=None)
+def test_steps_that_set_the_next_one_going_answer_the_same(plans, n_batch, chunk):
+    crowd = Crowd(plans, n_batch, min(chunk, n_batch), ahead=True, bridge=2)
+    crowd.work()
+    assert len(crowd.ended) == len(plans)
+    for plan, got, _ in crowd.ended:
+        room = min(plan.max_tokens, N_CTX - plan.length)
+        assert got.tokens == counted(plan.start + plan.length, room)[: len(got.tokens)]
+        assert got.end is None or len(got.tokens) == room
 
 
 # --- what comes out of real contexts ---

@@ -186,8 +186,9 @@ class Table:
     def logits(self, row):
         return self.rows[row]
 
-    def likeliest(self, outputs, which):
+    def likeliest(self, outputs, which, bans):
         assert outputs == len(self.rows)
+        assert bans == [None] * len(which)
         logits = list(self.rows.values())
         return [int(logits[index].argmax()) for index in which]
 
@@ -197,6 +198,7 @@ class Fixed:
 
     def __init__(self, rule=None):
         self.plain = rule is None
+        self.banned = None
         self._rule = rule
 
     def choose(self, context, row):
@@ -211,13 +213,17 @@ def broken(logits):
     raise RuntimeError("it is broken")
 
 
+def rows_of(table, samplers):
+    return [Row(one, row, output) for output, (one, row) in enumerate(zip(samplers, table.rows, strict=True))]
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5, 32])
 def test_each_row_is_chosen_by_its_own_sampler_whichever_way(threads):
     rng = np.random.default_rng(1)
     table = Table((3 * row + 1, rng.random(50, np.float32)) for row in range(9))
     samplers = [Fixed(least if index % 3 else None) for index in range(9)]
     chooser = Chooser(table)
-    choices = chooser.choose([Row(one, row) for one, row in zip(samplers, table.rows, strict=True)], threads)
+    choices = chooser.choose(rows_of(table, samplers), len(samplers), threads)
     chooser.close()
     expected = [one.choose(table, row) for one, row in zip(samplers, table.rows, strict=True)]
     assert choices == expected
@@ -228,10 +234,31 @@ def test_a_sampler_that_fails_spoils_its_own_row_only(threads):
     table = Table((row, np.eye(1, 20, row, dtype=np.float32)[0]) for row in range(4))
     samplers = [Fixed(), Fixed(broken), Fixed(least), Fixed(broken)]
     chooser = Chooser(table)
-    choices = chooser.choose([Row(one, row) for one, row in zip(samplers, table.rows, strict=True)], threads)
+    choices = chooser.choose(rows_of(table, samplers), len(samplers), threads)
     chooser.close()
     assert [isinstance(choice, RuntimeError) for choice in choices] == [False, True, False, True]
     assert (choices[0], choices[2]) == ((0, None), (0, None))
+
+
+def test_bans_hold_for_their_own_row_also_where_rows_are_chosen_together(tiny):
+    """One row, then all of them, then those that are plain: three ways to the same token."""
+    free, bound = asking([5, 6, 7], 12), asking([5, 6, 7], 12, sampling=banning(tiny, [5, 6, 7]))
+    with opened(tiny, n_ctx=128) as session:
+        alone = [answer(session, request).tokens for request in (free, bound)]
+    assert alone[0][0] != alone[1][0]
+    drawn = asking([8, 9], 12, sampling=Sampling(temperature=1, seed=1))
+    for more in ([], [drawn]):
+        with opened(tiny, n_ctx=128, max_sequences=4) as session:
+            numbers = [session.add(request) for request in (bound, free, bound, *more)]
+            beside = [one.tokens for one in finish(session, *numbers, threads=2)]
+        assert beside[:3] == [alone[1], alone[0], alone[1]]
+
+
+def banning(weights, prompt):
+    """A sampling that forbids the likeliest first token."""
+    with opened(weights, n_ctx=128) as session:
+        first = answer(session, asking(prompt, 1)).tokens[0]
+    return Sampling(temperature=0, logit_bias=((first, -np.inf),))
 
 
 def test_a_sequence_that_has_no_token_left_ends_and_the_others_go_on(weights):

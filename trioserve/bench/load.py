@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,7 +152,7 @@ async def _follow(response: httpx.Response, sent: float) -> Answer:
     texts: list[float] = []
     counted: int | None = None
     whole, failure = False, None
-    async for line in response.aiter_lines():
+    async for line in _lines(response):
         whole = whole or ends_stream(line)
         try:
             chunk = read_chunk(line)
@@ -167,6 +167,20 @@ async def _follow(response: httpx.Response, sent: float) -> Answer:
     if not whole:
         failure = failure or "the stream ended without [DONE]"
     return Answer(sent, tuple(texts), len(texts) if counted is None else counted, failure)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """The lines of a stream of events.
+
+    httpx's own end also where Python's ``splitlines`` does, such as at U+2028, which JSON may hold as it is.
+    """
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode("utf-8", "replace").rstrip("\r")
+    if rest:
+        yield rest.decode("utf-8", "replace")
 
 
 async def ask_once(target: Target, workload: Workload) -> Answer:

@@ -14,10 +14,17 @@ _MOST_THREADS = 8  # 16 rows of a vocabulary of 128 thousand took as long with m
 
 
 class Row(NamedTuple):
-    """A row of the last batch, and the sampler of the sequence that it belongs to."""
+    """A row of the last batch.
+
+    Attributes:
+        sampler: of the sequence that it belongs to.
+        number: of the row in the batch.
+        output: which of the rows that have logits it is.
+    """
 
     sampler: Sampler
     number: int
+    output: int
 
 
 Choice = tuple[int, Likelihood | None] | Exception
@@ -37,20 +44,19 @@ class Chooser:
         self._context = context
         self._pool: ThreadPoolExecutor | None = None
 
-    def choose(self, rows: Sequence[Row], threads: int) -> list[Choice]:
+    def choose(self, rows: Sequence[Row], outputs: int, threads: int) -> list[Choice]:
         """Choose a token for each row.
 
         Arguments:
-            rows: all rows of the last batch that have logits, in rising order.
+            rows: of the last batch, in rising order.
+            outputs: how many rows of it have logits, with those that nobody asks for any more.
             threads: CPU threads to use.
         """
         if len(rows) == 1:
             return [self._choose(rows[0])]
         choices: dict[Row, Choice] = {}
-        plain = [index for index, row in enumerate(rows) if row.sampler.plain]
-        if plain:
-            tokens = self._context.likeliest(len(rows), plain)
-            choices.update((rows[index], (token, None)) for index, token in zip(plain, tokens, strict=True))
+        if plain := [row for row in rows if row.sampler.plain]:
+            choices.update(self._choose_together(plain, outputs))
         choices.update(self._choose_apart([row for row in rows if row not in choices], threads))
         return [choices[row] for row in rows]
 
@@ -59,6 +65,14 @@ class Chooser:
         if self._pool is not None:
             pool, self._pool = self._pool, None
             pool.shutdown()
+
+    def _choose_together(self, rows: Sequence[Row], outputs: int) -> dict[Row, Choice]:
+        """Choose the likeliest tokens. A row that has none left is told why by its own sampler."""
+        bans = [row.sampler.banned for row in rows]
+        tokens = self._context.likeliest(outputs, [row.output for row in rows], bans)
+        return {
+            row: self._choose(row) if token is None else (token, None) for row, token in zip(rows, tokens, strict=True)
+        }
 
     def _choose_apart(self, rows: Sequence[Row], threads: int) -> dict[Row, Choice]:
         """Choose row by row, in threads where that is worth it: the calls into llama.cpp let go of the GIL."""

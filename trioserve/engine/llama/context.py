@@ -96,13 +96,17 @@ class Batch:
             The row of the last token, to ask ``Context.logits`` for.
         """
         start, end = self.size, self.size + len(tokens)
-        self._tokens[start:end] = tokens
-        self._positions[start:end] = range(position, position + len(tokens))
-        self._sequences[start:end] = sequence
-        self._outputs[start:end] = 0
-        self._outputs[end - 1] = output
+        last = end - 1
+        self._outputs[last] = output
+        if start == last:  # as in most steps, for each of the sequences
+            self._tokens[last], self._positions[last], self._sequences[last] = tokens[0], position, sequence
+        else:
+            self._tokens[start:end] = tokens
+            self._positions[start:end] = range(position, position + len(tokens))
+            self._sequences[start:end] = sequence
+            self._outputs[start:last] = 0
         self.size = end
-        return end - 1
+        return last
 
 
 class Context:
@@ -180,16 +184,24 @@ class Context:
         """The logits after a row of the last batch: ``[n_vocab]``, a view that the next decode overwrites."""
         return _view(llama_cpp.llama_get_logits_ith(self._ctx, row), self._row_type, f"row {row} of the batch")
 
-    def likeliest(self, outputs: int, which: Sequence[int]) -> list[int]:
-        """The likeliest token after each of some rows of the last batch.
+    def likeliest(
+        self, outputs: int, which: Sequence[int], bans: Sequence[npt.NDArray[np.intp] | None]
+    ) -> list[int | None]:
+        """The likeliest token after each of some rows of the last batch; None where all are banned.
 
         Arguments:
             outputs: how many rows of it have logits.
             which: of these, counted in their order in the batch.
+            bans: tokens that are not to come, for each of those.
         """
         pointer = llama_cpp.llama_get_logits(self._ctx)
         table = _view(pointer, self._row_type * outputs, "the batch").reshape(outputs, -1)
-        return [int(table[row].argmax()) for row in which]
+        for row, banned in zip(which, bans, strict=True):
+            if banned is not None:
+                table[row, banned] = -np.inf
+        # All at one stroke: between two calls of numpy the interpreter may be somebody else's for a while.
+        best = table.argmax(axis=1) if len(which) == outputs else [table[row].argmax() for row in which]
+        return [None if table[row, token] == -np.inf else int(token) for row, token in zip(which, best, strict=True)]
 
     def vector(self, sequence: int) -> npt.NDArray[np.float32]:
         """The pooled vector of a sequence of the last batch: ``[n_embd]``, a view that the next decode overwrites."""

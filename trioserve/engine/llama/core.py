@@ -3,12 +3,17 @@
 A step is one ``llama_decode`` over whatever the live sequences have to offer, next tokens and prompt chunks together,
 then one sampled token for each row that is complete. Every arrangement (one private sequence per slot, a native batch,
 slots sharing a context) is this class with other sequences in it.
+
+Where a device evaluates on its own, a step ends by setting the next one going: what comes of its tokens is handed out
+while the device is at work, and it has nothing to wait for but the choice of tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from trioserve.engine.base import ConstraintError, Failed, Finished, FinishReason, SequenceRequest, StepEvent, Token
 from trioserve.engine.llama.chooser import Choice, Chooser, Row
@@ -20,6 +25,7 @@ from trioserve.engine.prefix import common_prefix
 from trioserve.engine.text import TextAssembler
 
 _logger = logging.getLogger("trioserve.llama")
+_NOTHING = 0  # a token that every vocabulary has
 _LEAST_SHARE = 0.1  # of a prompt; where less is in common, what a sequence has kept may be worth more to another prompt
 
 
@@ -61,6 +67,20 @@ class _Live:
         self.assembler = TextAssembler(request.stops)
 
 
+class _Flying(NamedTuple):
+    """A sequence that gets a token chosen from what is being evaluated.
+
+    Attributes:
+        live: the sequence.
+        row: of the batch.
+        output: which of the rows that have logits that is.
+    """
+
+    live: _Live
+    row: int
+    output: int
+
+
 class DecodeCore:
     """Works the sequences of one context. Knows no Trio; one thread at a time.
 
@@ -73,6 +93,8 @@ class DecodeCore:
         chunk: tokens of prompts that one step may evaluate.
         beside: the same for a step that other sequences' next tokens are in: so long do those have to wait for it.
         max_sequences: sequences that may live at once.
+        ahead: set the next step going at the end of each; for contexts whose ``decode`` does not wait for the device.
+        bridge: rows that may be spent for nothing to have a gap between sequences closed; see ``_bridges``.
     """
 
     def __init__(
@@ -86,6 +108,8 @@ class DecodeCore:
         chunk: int,
         beside: int,
         max_sequences: int,
+        ahead: bool = False,
+        bridge: int = 0,
     ) -> None:
         self._context = context
         self._vocabulary = vocabulary
@@ -96,6 +120,9 @@ class DecodeCore:
         self._chooser = Chooser(context)
         self._batch = Batch(max(n_batch, max_sequences))
         self._max_sequences = max_sequences
+        self._ahead = ahead
+        self._bridge = bridge
+        self._flight: list[_Flying] | None = None  # what was set going and has not been looked at
         self._live: dict[int, _Live] = {}
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
@@ -148,6 +175,7 @@ class DecodeCore:
 
     def resume(self) -> None:
         """Have the live sequences go on after an interrupt, each from its last good step."""
+        self._take_back()
         for live in self._live.values():
             if not self._context.truncate(live.number, len(live.known)):
                 live.pending = [*live.known, *live.pending]
@@ -156,6 +184,7 @@ class DecodeCore:
 
     def end_all(self) -> None:
         """End all sequences and lower the abort flag."""
+        self._take_back()
         for number in list(self._live):
             self.remove(number)
         self._context.lower()
@@ -163,16 +192,18 @@ class DecodeCore:
     def clear(self) -> None:
         """Forget all sequences, live and kept, and lower the abort flag."""
         self._close_samplers()
+        self._flight = None
         self._kept = {number: [] for number in range(self._max_sequences)}
         self._live.clear()
         self._context.reset()
 
     def is_sound(self, live: int) -> bool:
         """Tell whether so many sequences are live, the memory has of each what is known, and the abort flag is down."""
-        known = {**self._kept, **{number: one.known for number, one in self._live.items()}}
-        if len(self._live) != live or len(known) < self._max_sequences or self._context.interrupted:
+        lengths = {number: len(tokens) for number, tokens in self._kept.items()}
+        lengths |= {number: len(one.known) + one.offered for number, one in self._live.items()}
+        if len(self._live) != live or len(lengths) < self._max_sequences or self._context.interrupted:
             return False
-        return all(self._context.length(number) == len(tokens) for number, tokens in known.items())
+        return all(self._context.length(number) == length for number, length in lengths.items())
 
     def close(self) -> None:
         """Free the context and what the live sequences hold. Idempotent."""
@@ -185,20 +216,40 @@ class DecodeCore:
         """Evaluate one batch; see ``engine.base.Session.step``."""
         if self._context.interrupted:
             return []
-        lives = self._fill(held)
-        if not self._batch.size:
+        events = self._set_going(threads, held) if self._flight is None else []
+        if self._flight is None:
+            return events
+        events = self._bring_home(threads)
+        if self._ahead:
+            events += self._set_going(threads, held)
+        return events
+
+    def _set_going(self, threads: int, held: Collection[int]) -> list[StepEvent]:
+        """Have a batch evaluated, where there is anything to put into one. Only a failure is told."""
+        counts = self._shares(held)
+        if not counts:
             return []
+        bridges = self._bridges(counts) if self._bridge else ()
+        flight = self._fill(counts, bridges)
         outcome = self._context.decode(self._batch, threads)
+        self._take_down(bridges)
         if outcome is Outcome.INTERRUPTED:
             self._take_back()
             return []
         if outcome is Outcome.FAILED:
             return self._fail()
+        self._flight = flight
+        return []
+
+    def _bring_home(self, threads: int) -> list[StepEvent]:
+        """Choose a token for each row of what was set going. A sequence that was removed meanwhile gets none."""
+        flight, self._flight = self._flight or [], None
         self._note_evaluated()
-        choices = self._chooser.choose([Row(live.sampler, row) for live, row in lives], threads)
+        landed = [one for one in flight if self._live.get(one.live.number) is one.live]
+        rows = [Row(one.live.sampler, one.row, one.output) for one in landed]
         events: list[StepEvent] = []
-        for (live, _), choice in zip(lives, choices, strict=True):
-            self._advance(live, choice, events)
+        for one, choice in zip(landed, self._chooser.choose(rows, len(flight), threads), strict=True):
+            self._advance(one.live, choice, events)
         return events
 
     def _place(self, request: SequenceRequest) -> tuple[int, int]:
@@ -215,13 +266,25 @@ class DecodeCore:
         }
         number = max(common, key=lambda number: (common[number], -len(self._kept[number])))
         if common[number] < _LEAST_SHARE * len(request.prompt):
-            empty = (number for number, kept in self._kept.items() if not kept)
-            number = next(empty, next(iter(self._kept)))
+            number = self._free_number()
         cached = common[number]
         if not self._context.truncate(number, cached):
             cached = 0
         self._kept[number] = list(request.prompt[:cached])
         return number, cached
+
+    def _free_number(self) -> int:
+        """The sequence for a prompt that has little in common with any: next to the live ones, where there is one.
+
+        Sequences with numbers in a row are evaluated together. Among equals it is an empty one, or else the one that
+        was left first.
+        """
+
+        def cost(number: int) -> tuple[int, bool]:
+            distance = min((abs(number - live) for live in self._live), default=0)
+            return distance, bool(self._kept[number])
+
+        return min(self._kept, key=cost)
 
     def _note_evaluated(self) -> None:
         """Move what was offered in a step that succeeded to what is known."""
@@ -233,6 +296,7 @@ class DecodeCore:
 
     def _take_back(self) -> None:
         """What a step that was cut short has evaluated, nobody knows."""
+        self._flight = None
         for live in self._live.values():
             live.offered = 0
 
@@ -240,37 +304,79 @@ class DecodeCore:
         for live in self._live.values():
             live.sampler.close()
 
-    def _fill(self, held: Collection[int]) -> list[tuple[_Live, int]]:
-        """Put next tokens first and pieces of prompts after them, so that nobody's prompt delays another's next token.
+    def _shares(self, held: Collection[int]) -> dict[_Live, int]:
+        """How many tokens each sequence gets into a step: next tokens first, so that nobody's prompt delays another's.
 
         The prompt that is nearest to its end goes first, and those that wait draw nearer with every step: a short one
-        does not wait for a long one, and a long one gets on beside any number of short ones.
-
-        Returns:
-            The sequences that get a token sampled, each with its row of the batch, in rising order.
+        does not wait for a long one, and a long one gets on beside any number of short ones. Only the first one is cut
+        up: where sequences have memories apart, each length of its own is evaluated for itself.
         """
-        self._batch.clear()
         offering = [live for live in self._live.values() if live.pending and live.number not in held]
-        rows = [row for live in offering if len(live.pending) == 1 and (row := self._offer(live, 1))]
-        chunk = left = self._beside if rows else self._chunk
+        counts = {live: 1 for live in offering if len(live.pending) == 1}
+        chunk = self._beside if counts else self._chunk
+        left = all_of_it = min(chunk, self._batch.capacity - len(counts))
         prompts = [live for live in offering if len(live.pending) > 1]
         for live in sorted(prompts, key=lambda live: len(live.pending) - live.waited * chunk):
-            count = _piece(len(live.pending), chunk, min(left, self._batch.room))
+            whole = len(live.pending) <= left
+            count = _piece(len(live.pending), chunk, left) if whole or left == all_of_it else 0
             live.waited = 0 if count else live.waited + 1
-            left -= count
-            if count and (row := self._offer(live, count)):
-                rows.append(row)
-        return rows
+            if count:
+                counts[live] = count
+                left -= count
+        return counts
 
-    def _offer(self, live: _Live, count: int) -> tuple[_Live, int] | None:
-        """Put the next tokens of a sequence into the batch. With the last of them comes a row that gets sampled."""
-        count = min(count, self._batch.room)
-        if not count:
-            return None
-        complete = count == len(live.pending)
-        row = self._batch.append(live.pending[:count], len(live.known), live.number, output=complete)
-        live.offered = count
-        return (live, row) if complete else None
+    def _bridges(self, counts: Mapping[_Live, int]) -> list[int]:
+        """Idle sequences between those that get a next token.
+
+        A device reads all weights again for each row of numbers without a gap. To evaluate a few tokens more, that
+        nobody asks for, is quicker.
+        """
+        single = sorted(live.number for live, count in counts.items() if count == 1)
+        if not single or single[-1] - single[0] == len(single) - 1:
+            return []
+        present = {live.number for live in counts}
+        room = self._batch.capacity - sum(counts.values())
+        bridges: list[int] = []
+        for one, other in pairwise(single):
+            gap = [number for number in range(one + 1, other) if number not in present]
+            if len(gap) <= min(self._bridge, room - len(bridges)) and all(map(self._has_room, gap)):
+                bridges += gap
+        return bridges
+
+    def _has_room(self, number: int) -> bool:
+        """Whether a sequence is idle, and one more token fits into it."""
+        return number in self._kept and len(self._kept[number]) < self._n_ctx
+
+    def _take_down(self, bridges: Iterable[int]) -> None:
+        """Free what was evaluated for nothing. A model that can't forget a part of a sequence gets no more of it."""
+        for number in bridges:
+            if not self._context.truncate(number, len(self._kept[number])):
+                self._kept[number] = []
+                self._bridge = 0
+
+    def _fill(self, counts: Mapping[_Live, int], bridges: Iterable[int]) -> list[_Flying]:
+        """Put tokens into the batch. With the last of a sequence's tokens comes a row to choose from.
+
+        In rising order of their numbers: where sequences have memories apart, llama.cpp evaluates together what comes
+        in that order, and everything else one after the other.
+
+        Returns:
+            The sequences that get a token chosen, in the order of their rows.
+        """
+        self._batch.clear()
+        flight: list[_Flying] = []
+        lives = {live.number: live for live in counts}
+        for number in sorted([*lives, *bridges]):
+            live = lives.get(number)
+            if live is None:
+                self._batch.append((_NOTHING,), len(self._kept[number]), number, output=False)
+                continue
+            live.offered = counts[live]
+            complete = live.offered == len(live.pending)
+            row = self._batch.append(live.pending[: live.offered], len(live.known), number, output=complete)
+            if complete:
+                flight.append(_Flying(live, row, len(flight)))
+        return flight
 
     def _fail(self) -> list[StepEvent]:
         """End every sequence that had not ended: which of them the context could not take, it does not say."""

@@ -36,6 +36,9 @@ class Sampler:
         banned: token ids that may never be chosen.
         logprobs: how many of the most likely tokens to report with each choice; None reports nothing.
         matcher: of the grammar that the answer follows, if any.
+
+    Attributes:
+        banned: token ids that may never be chosen; None for none.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class Sampler:
         self._matcher = matcher
         # Some of llama.cpp's samplers would choose a token of no probability before they choose none.
         never = [*banned, *(token for token, bias in sampling.logit_bias if bias == -np.inf)]
-        self._banned = np.asarray(never, np.intp) if never else None
+        self.banned = np.asarray(never, np.intp) if never else None
+        # Looking for what is left takes longer than most of the chain.
+        self._may_leave_none = matcher is not None or len(never) >= vocabulary.size
         self._logprobs = logprobs
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.
         self._chain = (
@@ -66,8 +71,8 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Whether it chooses the likeliest token, whichever that is, and nothing is told about it."""
-        return self._chain is None and self._banned is None and self._matcher is None and self._logprobs is None
+        """Whether it chooses the likeliest token that isn't banned, and nothing is told about it."""
+        return self._chain is None and self._matcher is None and self._logprobs is None
 
     def choose(self, context: Context, row: int) -> tuple[int, Likelihood | None]:
         """Choose the token that follows a row of the last batch, and take note of it.
@@ -86,13 +91,13 @@ class Sampler:
         return token, self._likelihood(before, token, self._logprobs)
 
     def _choose(self, context: Context, row: int) -> int:
-        if self._chain is None or self._banned is not None or self._matcher is not None:
+        if self._chain is None or self.banned is not None or self._matcher is not None:
             logits = context.logits(row)
-            if self._banned is not None:
-                logits[self._banned] = -np.inf
+            if self.banned is not None:
+                logits[self.banned] = -np.inf
             if self._matcher is not None:
                 self._matcher.restrict(logits)
-            if logits.max() == -np.inf:
+            if self._may_leave_none and logits.max() == -np.inf:
                 raise ConstraintError("no token is left that its form and logit_bias allow")
         token = (
             int(logits.argmax())

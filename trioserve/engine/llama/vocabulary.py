@@ -25,6 +25,10 @@ class Vocabulary:
 
     Arguments:
         model: a ``llama_model`` pointer that outlives this object.
+
+    Attributes:
+        size: how many tokens there are.
+        end_tokens: all tokens that end an answer, in rising order.
     """
 
     def __init__(self, model: Any) -> None:
@@ -32,6 +36,8 @@ class Vocabulary:
         self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         # Filled as pieces are met: a whole vocabulary would cost a tenth of a second at load for what is mostly unused.
         self._pieces: list[bytes | None] = [None] * self.size
+        # At load: with the first request that asks for them, all others would wait.
+        self.end_tokens: Sequence[int] = [token for token in range(self.size) if self.ends_generation(token)]
 
     @property
     def pointer(self) -> Any:
@@ -86,11 +92,6 @@ class Vocabulary:
     def ends_generation(self, token: int) -> bool:
         """Whether the model says with this token that its answer is complete."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
-
-    @functools.cached_property
-    def end_tokens(self) -> Sequence[int]:
-        """All tokens that end an answer, in rising order."""
-        return [token for token in range(self.size) if self.ends_generation(token)]
 
     @functools.cached_property
     def marks(self) -> Mapping[bytes, int]:
