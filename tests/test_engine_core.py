@@ -156,7 +156,31 @@ def test_the_prompt_that_is_nearest_to_its_end_goes_first():
     core.add(asking(counted(100, 30)))
     short = core.add(asking([40, 41]))
     core.step(1)
-    assert [cell.sequence for cell in context.batches[0][:2]] == [short, short]
+    assert [cell.sequence for cell in context.batches[0]].count(short) == 2
+
+
+def test_a_batch_is_in_the_order_of_its_sequences_numbers():
+    """As long as each follows the one before it, llama.cpp reads the weights once for all of them."""
+    context = ScriptedContext()
+    core = core_over(context, n_batch=20)
+    numbers = [core.add(asking([10 * (i + 1)], max_tokens=30)) for i in range(MAX_SEQUENCES)]
+    core.remove(numbers[0])
+    core.step(1)
+    core.add(asking(counted(100, 9)))  # the latest comer, with the lowest number
+    for _ in range(4):
+        core.step(1)
+    assert [cell.sequence for cell in context.batches[1]] == [*[numbers[0]] * 4, *numbers[1:]]
+    assert [cell.sequence for cell in context.batches[4]] == numbers
+
+
+def test_next_tokens_as_many_as_a_batch_has_room_for_keep_no_prompt_waiting():
+    core = core_over(ScriptedContext(), n_batch=MAX_SEQUENCES)
+    for i in range(MAX_SEQUENCES - 1):
+        core.add(asking([10 * (i + 1)], max_tokens=50))
+    core.step(1)
+    late = core.add(asking(counted(100, 9)))
+    events = [event for _ in range(6) for event in core.step(1)]
+    assert late in [event.sequence for event in events]
 
 
 def test_a_long_prompt_gets_on_beside_any_number_of_short_ones():
@@ -488,7 +512,8 @@ def test_sequences_that_come_and_go_never_disturb_each_other(plans, n_batch, chu
             assert got.reason is FinishReason.LENGTH
             assert len(got.tokens) == room
     for batch in crowd.context.batches:
-        assert 0 < len(batch) <= n_batch
+        assert 0 < len(batch) <= max(n_batch, 2 * MAX_SEQUENCES)
+        assert [cell.sequence for cell in batch] == sorted(cell.sequence for cell in batch)
         assert all(len(list(cells)) <= chunk for _, cells in itertools.groupby(batch, key=lambda cell: cell.sequence))
 
 

@@ -69,7 +69,7 @@ class DecodeCore:
         vocabulary: of the model.
         constraints: of the model.
         n_ctx: tokens that one sequence may hold.
-        n_batch: tokens that one step may evaluate.
+        n_batch: tokens that one step may evaluate, or two for each sequence where that is more.
         chunk: tokens of prompts that one step may evaluate.
         beside: the same for a step that other sequences' next tokens are in: so long do those have to wait for it.
         max_sequences: sequences that may live at once.
@@ -94,7 +94,8 @@ class DecodeCore:
         self._chunk = chunk
         self._beside = min(beside, chunk)
         self._chooser = Chooser(context)
-        self._batch = Batch(max(n_batch, max_sequences))
+        # Next tokens have to leave room for a piece of a prompt, or it would wait until one of the answers ends.
+        self._batch = Batch(max(n_batch, 2 * max_sequences))
         self._max_sequences = max_sequences
         self._live: dict[int, _Live] = {}
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
@@ -241,7 +242,7 @@ class DecodeCore:
             live.sampler.close()
 
     def _fill(self, held: Collection[int]) -> list[tuple[_Live, int]]:
-        """Put next tokens first and pieces of prompts after them, so that nobody's prompt delays another's next token.
+        """Take all next tokens and pieces of prompts beside them, so that nobody's prompt delays another's next token.
 
         The prompt that is nearest to its end goes first, and those that wait draw nearer with every step: a short one
         does not wait for a long one, and a long one gets on beside any number of short ones.
@@ -251,20 +252,21 @@ class DecodeCore:
         """
         self._batch.clear()
         offering = [live for live in self._live.values() if live.pending and live.number not in held]
-        rows = [row for live in offering if len(live.pending) == 1 and (row := self._offer(live, 1))]
-        chunk = left = self._beside if rows else self._chunk
+        counts = {live.number: 1 for live in offering if len(live.pending) == 1}
+        chunk = self._beside if counts else self._chunk
+        left = min(chunk, self._batch.room - len(counts))
         prompts = [live for live in offering if len(live.pending) > 1]
         for live in sorted(prompts, key=lambda live: len(live.pending) - live.waited * chunk):
-            count = _piece(len(live.pending), chunk, min(left, self._batch.room))
+            count = counts[live.number] = _piece(len(live.pending), chunk, left)
             live.waited = 0 if count else live.waited + 1
             left -= count
-            if count and (row := self._offer(live, count)):
-                rows.append(row)
-        return rows
+        # By their numbers: llama.cpp computes sequences together where each has the number after the one before it in
+        # the batch, and reads the weights once more wherever that is not so.
+        offering.sort(key=lambda live: live.number)
+        return [row for live in offering if (row := self._offer(live, counts[live.number]))]
 
     def _offer(self, live: _Live, count: int) -> tuple[_Live, int] | None:
         """Put the next tokens of a sequence into the batch. With the last of them comes a row that gets sampled."""
-        count = min(count, self._batch.room)
         if not count:
             return None
         complete = count == len(live.pending)
