@@ -21,6 +21,7 @@ from trioserve.engine.text import TextAssembler
 
 _logger = logging.getLogger("trioserve.llama")
 _LEAST_SHARE = 0.1  # of a prompt; where less is in common, what a sequence has kept may be worth more to another prompt
+_TURN = 4  # steps; in the last of so many the oldest prompt goes first, however long it is
 
 
 class _Live:
@@ -32,7 +33,6 @@ class _Live:
         offered: how many of those are in the present step.
         cached: tokens of the prompt that were kept from an earlier sequence.
         room: tokens that may still be sampled.
-        waited: steps in a row that had no room for any of its prompt.
     """
 
     __slots__ = (
@@ -45,7 +45,6 @@ class _Live:
         "pending",
         "room",
         "sampler",
-        "waited",
     )
 
     def __init__(self, number: int, request: SequenceRequest, cached: int, room: int, sampler: Sampler) -> None:
@@ -55,7 +54,6 @@ class _Live:
         self.pending: Sequence[int] = request.prompt[cached:]
         self.offered = 0
         self.room = room
-        self.waited = 0
         self.ignore_eos = request.ignore_eos
         self.sampler = sampler
         self.assembler = TextAssembler(request.stops)
@@ -97,7 +95,8 @@ class DecodeCore:
         # Next tokens have to leave room for a piece of a prompt, or it would wait until one of the answers ends.
         self._batch = Batch(max(n_batch, 2 * max_sequences))
         self._max_sequences = max_sequences
-        self._live: dict[int, _Live] = {}
+        self._steps = 0
+        self._live: dict[int, _Live] = {}  # in the order of their arrival
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
 
@@ -244,8 +243,8 @@ class DecodeCore:
     def _fill(self, held: Collection[int]) -> list[tuple[_Live, int]]:
         """Take all next tokens and pieces of prompts beside them, so that nobody's prompt delays another's next token.
 
-        The prompt that is nearest to its end goes first, and those that wait draw nearer with every step: a short one
-        does not wait for a long one, and a long one gets on beside any number of short ones.
+        The prompt that is nearest to its end goes first, and every few steps the oldest one: short ones don't wait for
+        long ones, and long ones have their share beside any number of short ones.
 
         Returns:
             The sequences that get a token sampled, each with its row of the batch, in rising order.
@@ -255,10 +254,11 @@ class DecodeCore:
         counts = {live.number: 1 for live in offering if len(live.pending) == 1}
         chunk = self._beside if counts else self._chunk
         left = min(chunk, self._batch.room - len(counts))
+        self._steps += 1
         prompts = [live for live in offering if len(live.pending) > 1]
-        for live in sorted(prompts, key=lambda live: len(live.pending) - live.waited * chunk):
+        first = prompts[0] if prompts and self._steps % _TURN == 0 else None
+        for live in sorted(prompts, key=lambda live: (live is not first, len(live.pending))):
             count = counts[live.number] = _piece(len(live.pending), chunk, left)
-            live.waited = 0 if count else live.waited + 1
             left -= count
         # By their numbers: llama.cpp computes sequences together where each has the number after the one before it in
         # the batch, and reads the weights once more wherever that is not so.
