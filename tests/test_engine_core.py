@@ -420,6 +420,15 @@ def test_a_prompt_that_has_little_in_common_with_any_takes_an_empty_sequence_or_
     assert placed == [MAX_SEQUENCES - 1, *reversed(numbers)]
 
 
+def test_a_prompt_that_has_little_in_common_with_any_goes_where_it_leaves_no_gap():
+    core = core_over(ScriptedContext())
+    numbers = [core.add(asking([start], 9)) for start in range(10, 10 + MAX_SEQUENCES)]
+    core.step(1)
+    for number in numbers[:3]:  # the one that was left last lies beside the one that lives
+        core.remove(number)
+    assert [core.add(asking([200 + i], 9)) for i in range(3)] == [2, 1, 0]
+
+
 def test_reset_keeps_and_clear_forgets():
     core = core_over(ScriptedContext())
     for forget, kept in ((core.end_all, 8), (core.clear, 0)):

@@ -215,13 +215,17 @@ class DecodeCore:
         }
         number = max(common, key=lambda number: (common[number], -len(self._kept[number])))
         if common[number] < _LEAST_SHARE * len(request.prompt):
-            empty = (number for number, kept in self._kept.items() if not kept)
-            number = next(empty, next(iter(self._kept)))
+            # Beside live ones, since gaps between the numbers cost time (see `_fill`); of equals the one left first.
+            number = min(self._kept, key=lambda number: (self._open_sides(number), bool(self._kept[number])))
         cached = common[number]
         if not self._context.truncate(number, cached):
             cached = 0
         self._kept[number] = list(request.prompt[:cached])
         return number, cached
+
+    def _open_sides(self, number: int) -> int:
+        """On how many of its two sides a sequence has no live one."""
+        return (number - 1 not in self._live) + (number + 1 not in self._live)
 
     def _note_evaluated(self) -> None:
         """Move what was offered in a step that succeeded to what is known."""
