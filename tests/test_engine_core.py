@@ -162,17 +162,42 @@ def test_the_prompt_that_is_nearest_to_its_end_goes_first():
     assert [cell.sequence for cell in context.batches[0]].count(short) == 2
 
 
-def test_a_long_prompt_gets_on_beside_any_number_of_short_ones():
+def test_a_batch_is_in_the_order_of_its_sequences_numbers():
+    """As long as each follows the one before it, llama.cpp reads the weights once for all of them."""
+    context = ScriptedContext()
+    core = core_over(context, n_batch=20)
+    numbers = [core.add(asking([10 * (i + 1)], max_tokens=30)) for i in range(MAX_SEQUENCES)]
+    core.remove(numbers[0])
+    core.step(1)
+    core.add(asking(counted(100, 9)))  # the latest comer, with the lowest number
+    for _ in range(4):
+        core.step(1)
+    assert [cell.sequence for cell in context.batches[1]] == [*[numbers[0]] * 4, *numbers[1:]]
+    assert [cell.sequence for cell in context.batches[4]] == numbers
+
+
+def test_next_tokens_as_many_as_a_batch_has_room_for_keep_no_prompt_waiting():
+    core = core_over(ScriptedContext(), n_batch=MAX_SEQUENCES)
+    for i in range(MAX_SEQUENCES - 1):
+        core.add(asking([10 * (i + 1)], max_tokens=50))
+    core.step(1)
+    late = core.add(asking(counted(100, 9)))
+    events = [event for _ in range(6) for event in core.step(1)]
+    assert late in [event.sequence for event in events]
+
+
+def test_a_long_prompt_gets_its_share_beside_any_number_of_short_ones():
     core = core_over(ScriptedContext(), n_batch=4)
-    long = core.add(asking(counted(1, 40), max_tokens=1))
-    for _ in range(40):
-        short = core.add(asking(counted(50, 4), max_tokens=1))
-        events = core.step(1) + core.step(1)
-        if long in [event.sequence for event in events]:
-            break
-        core.remove(short)
-    else:
-        pytest.fail("the long prompt was never answered")
+    long = core.add(asking(counted(1, 56), max_tokens=1))
+    others = [core.add(asking(counted(60, 4), max_tokens=1)) for _ in range(MAX_SEQUENCES - 1)]
+    ended, steps = set(), 0
+    while long not in ended:
+        steps += 1
+        ended = {event.sequence for event in core.step(1) if isinstance(event, Finished)}
+        for number in ended.intersection(others):
+            core.remove(number)
+            others[others.index(number)] = core.add(asking(counted(60 + steps, 4), max_tokens=1))
+    assert steps <= 56 // 4 * MAX_SEQUENCES
 
 
 def test_a_sequence_that_is_held_takes_no_part():
@@ -398,6 +423,15 @@ def test_a_prompt_that_has_little_in_common_with_any_takes_an_empty_sequence_or_
     assert placed == [MAX_SEQUENCES - 1, *reversed(numbers)]
 
 
+def test_a_prompt_that_has_little_in_common_with_any_goes_where_it_leaves_no_gap():
+    core = core_over(ScriptedContext())
+    numbers = [core.add(asking([start], 9)) for start in range(10, 10 + MAX_SEQUENCES)]
+    core.step(1)
+    for number in numbers[:3]:  # the one that was left last lies beside the one that lives
+        core.remove(number)
+    assert [core.add(asking([200 + i], 9)) for i in range(3)] == [2, 1, 0]
+
+
 def test_reset_keeps_and_clear_forgets():
     core = core_over(ScriptedContext())
     for forget, kept in ((core.end_all, 8), (core.clear, 0)):
@@ -620,7 +654,8 @@ def test_sequences_that_come_and_go_never_disturb_each_other(plans, n_batch, chu
             assert got.reason is FinishReason.LENGTH
             assert len(got.tokens) == room
     for batch in crowd.context.batches:
-        assert 0 < len(batch) <= n_batch
+        assert 0 < len(batch) <= max(n_batch, 2 * MAX_SEQUENCES)
+        assert [cell.sequence for cell in batch] == sorted(cell.sequence for cell in batch)
         assert all(len(list(cells)) <= chunk for _, cells in itertools.groupby(batch, key=lambda cell: cell.sequence))
 
 

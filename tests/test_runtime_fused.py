@@ -183,6 +183,22 @@ async def test_who_is_alone_does_not_wait_for_the_step(fused, engine, interrupts
         assert await answer(model, sequence(b"next")) == fake_answer(b"next", 5)
 
 
+async def test_a_step_that_nobody_wants_any_more_is_cut_short_however_many_took_part(
+    fused, engine, interrupts, eventually
+):
+    engine.step_gate.shut()
+    async with fused(slots=3) as model:
+        async with working(model, sequence(tokens=100)), working(model, sequence(tokens=100)):
+            await engine.step_gate.arrived()
+            await wait_all_tasks_blocked()
+            engine.step_gate.let()
+            await engine.step_gate.arrived(2)
+        await eventually(lambda: model.status().active_slots == 0)
+        assert interrupts == ["tiny[0]"]
+        engine.step_gate.open()
+        assert await answer(model, sequence(b"next")) == fake_answer(b"next", 5)
+
+
 async def test_who_joins_while_another_s_step_is_cut_short_is_answered(fused, engine):
     engine.step_gate.shut()
     async with fused(slots=2) as model:
@@ -233,6 +249,8 @@ async def test_any_mixture_of_guests_gets_the_right_answers(fused, eventually):
         await eventually(lambda: model.status().active_slots == 0)
         assert wrong == []
         assert len(sessions_of(model)) == 1
+        # Who leaves in the moment of his last step raises the flag for nothing; whoever plays next lowers it.
+        sessions_of(model)[0].resume()
         assert sessions_of(model)[0].is_sound()
 
 
@@ -304,6 +322,39 @@ async def test_a_prompt_that_the_session_does_not_take_fails_alone(fused, engine
         assert len(sessions_of(model)) == 1
 
 
+@pytest.mark.parametrize("call", ["is_sound", "remove", "resume"])
+async def test_a_session_that_raises_while_a_job_leaves_keeps_no_slot(fused, engine, monkeypatch, call, eventually):
+    def raising(self, *_args):
+        monkeypatch.undo()
+        raise RuntimeError("its memory is damaged")
+
+    engine.step_gate.shut()
+    async with fused(slots=2) as model:
+        async with working(model, sequence(b"leaves", 50)):
+            await engine.step_gate.arrived()
+            monkeypatch.setattr(FakeSession, call, raising)
+        await eventually(lambda: model.status().active_slots == 0)
+        engine.step_gate.open()
+        assert await answer(model, sequence()) == fake_answer(b"prompt", 5)
+        assert len(sessions_of(model)) == 2
+
+
+async def test_a_thread_that_can_t_be_had_does_not_end_the_model(fused, monkeypatch):
+    run_sync = trio.to_thread.run_sync
+
+    async def without_threads(function, *args, **options):
+        if getattr(function, "__name__", "") == "_play":
+            monkeypatch.undo()
+            raise RuntimeError("can't start new thread")
+        return await run_sync(function, *args, **options)
+
+    async with fused(slots=2) as model:
+        await model.ensure_loaded()
+        monkeypatch.setattr(trio.to_thread, "run_sync", without_threads)
+        assert await answer(model, sequence()) == fake_answer(b"prompt", 5)
+        assert model.status().ailments == {}
+
+
 async def test_a_session_that_does_not_prove_itself_is_replaced(fused, engine, eventually):
     errors = []
     engine.step_gate.shut()
@@ -351,6 +402,27 @@ async def test_a_step_that_does_not_come_back_ails_every_slot_until_it_does(fuse
         assert await answer(model, sequence()) == fake_answer(b"prompt", 5)
 
 
+async def test_a_batch_that_waits_for_its_reader_has_no_part_in_a_stall_of_the_others(
+    fused, engine, mock_clock, eventually
+):
+    engine.deaf, errors, long = True, [], 2 * BUFFERED_EVENTS
+    works = sequence(b"a", long), sequence(b"b", long)
+    async with fused(slots=3, stall_timeout=TIMEOUT) as model, working(model, *works) as (lease, batch):
+        await eventually(lambda: batch.full)
+        await wait_all_tasks_blocked()
+        engine.step_gate.shut()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fails, model, sequence(), errors)
+            await eventually(lambda: any(slot.pulse.under_way for slot in model.pool.slots))
+            await wait_all_tasks_blocked()
+            mock_clock.jump(TIMEOUT)
+        assert model.status().ailments == dict.fromkeys({0, 1, 2} - {lease.slot}, Ailment.STALLED)
+        engine.step_gate.open()
+        events = []
+        while sum(isinstance(event, Finished) for event in events) < 2:
+            events += await batch.next_events()
+
+
 # -- batches, and the end
 
 
@@ -365,6 +437,19 @@ async def test_a_batch_gets_a_session_of_its_own_beside_the_others(fused, engine
             while not isinstance((await batch.next_events())[-1], Finished):
                 pass
         assert [session.max_sequences for session in sessions_of(model)] == [2, 2]
+
+
+async def test_a_batch_that_is_given_up_before_it_has_its_session_costs_the_others_nothing(fused, engine, interrupts):
+    engine.step_gate.shut()
+    async with fused(slots=2) as model, working(model, sequence(b"alone", 6)) as (_, job):
+        await engine.step_gate.arrived()
+        engine.session_gate.shut()
+        async with working(model, sequence(b"a"), sequence(b"b")):
+            await engine.session_gate.arrived()
+        engine.session_gate.open()
+        engine.step_gate.open()
+        assert await read(job) == fake_answer(b"alone", 6)
+        assert interrupts == []
 
 
 async def test_a_batch_without_a_session_of_its_own_goes_one_by_one(fused, engine, crowds):

@@ -11,7 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.engine.base import SequenceRequest
 from trioserve.errors import EngineError, ServerBusyError
-from trioserve.runtime.pulse import Pulse
+from trioserve.runtime.pulse import Call, Pulse
 from trioserve.runtime.stall_watch import StallWatch
 from trioserve.scheduling.admission import Ailment
 from trioserve.testing import FakeSession, ThreadGate, fake_answer
@@ -249,3 +249,29 @@ async def test_who_comes_and_goes_in_one_step_does_not_end_the_watch(nursery):
     await wait_all_tasks_blocked()
     with watch.attending(Idle()):
         await wait_all_tasks_blocked()
+
+
+class Patient:
+    """A slot, of whose thread a test says what it does."""
+
+    def __init__(self):
+        self.index, self.names, self.failed = 0, {}, 0
+        self.pulse = Pulse()
+
+    def note_stall(self):
+        self.failed += 1
+
+
+async def test_a_slot_is_not_better_because_one_of_those_who_attend_to_it_has_gone(mock_clock):
+    said, patient = [], Patient()
+    watch = StallWatch("tiny", TIMEOUT, lambda slot, ailment: said.append(ailment))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch.run)
+        with watch.attending(patient):
+            with watch.attending(patient):
+                patient.pulse.under_way = Call("evaluating a step", trio.current_time())
+                await passing(mock_clock, TIMEOUT)
+            assert (said, patient.failed) == ([Ailment.STALLED], 1)
+            patient.pulse.under_way = None
+        assert said == [Ailment.STALLED, None]
+        nursery.cancel_scope.cancel()

@@ -77,7 +77,7 @@ class Conductor:
     """Steps one session in a worker thread for as long as any slot has a job for it.
 
     Jobs join and leave between steps. A job that is cancelled leaves after the step that is under way, which no other
-    job is made to repeat; only where nobody else takes part in it is a step cut short.
+    job is made to repeat; only where nobody wants it any more is a step cut short.
 
     Arguments:
         session: with one sequence for each slot; owned by this conductor alone.
@@ -114,6 +114,7 @@ class Conductor:
         self._label = label
         self._closed = False
         self._wanted = trio.Event()
+        self._jobs: set[Job] = set()  # those that take part or are about to; the event loop's own
         self._newcomers: deque[Part] = deque()  # appended to by the event loop, emptied by the worker
         # The worker's own while it is at work:
         self._parts: list[Part] = []
@@ -134,6 +135,7 @@ class Conductor:
             raise EngineError("the slot has ended")
         part = Part(job)
         self._newcomers.append(part)
+        self._jobs.add(job)
         self.wake()
         while not part.ended:
             await part.wait_changed()
@@ -141,6 +143,7 @@ class Conductor:
                 await job.wait_for_room()
                 part.paused = False
                 self.wake()
+        self._jobs.remove(job)
         if part.error is not None:
             raise part.error
 
@@ -150,7 +153,7 @@ class Conductor:
 
     def interrupt(self) -> None:
         """Have it see soon that a job is wanted no more."""
-        if len(self._parts) + len(self._newcomers) <= 1:
+        if not any(job.wanted for job in self._jobs):
             # In this order: whoever lowers the flag takes the note first, so that no flag stays up unnoted.
             self.session.interrupt()
             self._flagged = True
@@ -185,8 +188,13 @@ class Conductor:
             if not self._newcomers:
                 await self._wanted.wait()
             self._wanted = trio.Event()
-            with self._cores.busy():
-                await trio.to_thread.run_sync(self._play, limiter=self._limiter)
+            try:
+                with self._cores.busy():
+                    await trio.to_thread.run_sync(self._play, limiter=self._limiter)
+            except Exception:
+                # Whatever it was, the lack of a thread too: nobody may be left waiting for the end of his part.
+                logger.exception("a step of all slots failed", extra={"fields": self._label})
+                self._end_all()
             if self._suspect:
                 await self._replace_session()
         self._wanted = trio.Event()
@@ -212,18 +220,14 @@ class Conductor:
 
     def _play(self) -> None:
         """Step until no job is left, or all that are left wait for their readers."""
-        try:
+        self._let_go()
+        while not self._suspect:
+            self._let_in()
+            self._begin()
+            if all(part.paused for part in self._parts):
+                return
+            self._hand_out(self._step())
             self._let_go()
-            while not self._suspect:
-                self._let_in()
-                self._begin()
-                if all(part.paused for part in self._parts):
-                    return
-                self._hand_out(self._step())
-                self._let_go()
-        except Exception:
-            logger.exception("a step of all slots failed", extra={"fields": self._label})
-            self._end_all()
 
     def _let_in(self) -> None:
         """Have the newcomers take part."""
@@ -241,11 +245,11 @@ class Conductor:
         unwanted = [part for part in self._parts if not part.job.wanted]
         for part in unwanted:
             self._remove([number for number, owner in self._owners.items() if owner is part])
-            self._parts.remove(part)
         if unwanted and not self._is_in_order():
-            self._end_all(unwanted)
+            self._end_all()
             return
         for part in unwanted:
+            self._parts.remove(part)
             part.end()
 
     def _is_in_order(self) -> bool:
@@ -304,14 +308,10 @@ class Conductor:
             del self._owners[number]
             self.pulse.call("removing a sequence", self.session.remove, number)
 
-    def _end_all(self, more: Sequence[Part] = ()) -> None:
-        """End everything, and have the session replaced.
-
-        Arguments:
-            more: parts that have been taken out already, to be ended too.
-        """
+    def _end_all(self) -> None:
+        """End everything, and have the session replaced."""
         self._suspect = True
-        parts, self._parts = [*self._parts, *more], []
+        parts, self._parts = self._parts, []
         self._owners.clear()
         for part in parts:
             error = EngineError("inference failed") if part.job.wanted else None

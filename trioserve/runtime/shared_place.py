@@ -25,12 +25,13 @@ class SharedPlace:
         self._conductor = conductor
         self._solo = solo
         self._batches = batches
+        self._apart = False  # its job is a batch and has nothing to do with the shared session
         self._extra: Session | None = None
 
     @property
     def pulse(self) -> Pulse:
         """Of the thread that works for this slot."""
-        return self._conductor.pulse if self._solo.pulse.under_way is None else self._solo.pulse
+        return self._solo.pulse if self._apart else self._conductor.pulse
 
     @property
     def broken(self) -> bool:
@@ -51,12 +52,19 @@ class SharedPlace:
 
     async def work(self, job: Job) -> None:
         """Work on a job."""
-        if len(job.works) > 1 and not job.done:
+        if len(job.works) == 1 or job.done or not await self._work_apart(job):
+            await self._conductor.play(job)
+
+    async def _work_apart(self, job: Job) -> bool:
+        """Work on a batch in a session of its own. False where there is no memory for one."""
+        self._apart = True
+        try:
             async with self._solo.batch_session(self._batches, job) as extra:
                 if extra is not None:
                     await self._work_in(extra, job)
-                    return
-        await self._conductor.play(job)
+        finally:
+            self._apart = False
+        return extra is not None
 
     async def _work_in(self, extra: Session, job: Job) -> None:
         self._extra = extra

@@ -69,14 +69,15 @@ class StallWatch:
 
     @contextlib.contextmanager
     def attending(self, slot: Patient) -> Iterator[None]:
-        """Watch a slot for the length of the block. Leaving it says that the slot's thread has come back."""
+        """Watch a slot for the length of the block. At its end its thread is back, unless it is seen in that call."""
         self._attended[slot] += 1
         self._wanted.set()
         try:
             yield
         finally:
             self._attended -= Counter((slot,))
-            self._note_return(slot)
+            if not self._is_stuck(slot):
+                self._note_return(slot)
 
     @contextlib.contextmanager
     def attending_all(self, slots: Sequence[Patient]) -> Iterator[None]:
@@ -106,7 +107,7 @@ class StallWatch:
         """Look at one slot and return when to look again."""
         call = slot.pulse.under_way
         if slot in self._stalled:
-            if call is not None and call.since <= self._stalled[slot]:
+            if self._is_stuck(slot):
                 return now + min(self._timeout, _RECHECK)
             self._note_return(slot)  # and at work again, maybe for another slot
         if call is None:
@@ -119,6 +120,11 @@ class StallWatch:
         self._report(slot.index, Ailment.STALLED)
         slot.note_stall()
         return now + min(self._timeout, _RECHECK)
+
+    def _is_stuck(self, slot: Patient) -> bool:
+        """Whether the call is still under way that a slot was found stalled in."""
+        call, since = slot.pulse.under_way, self._stalled.get(slot)
+        return call is not None and since is not None and call.since <= since
 
     def _note_return(self, slot: Patient) -> None:
         since = self._stalled.pop(slot, None)

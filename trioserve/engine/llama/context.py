@@ -284,7 +284,7 @@ def _parameters(options: SessionOptions, *, offloaded: bool) -> Any:
         params.pooling_type = _POOLINGS[options.pooling]
     else:
         params.n_ctx = options.n_ctx * options.max_sequences
-        params.n_batch = max(options.n_batch, options.max_sequences)
+        params.n_batch = max(options.n_batch, 2 * options.max_sequences)  # as in a core's batch
         params.n_ubatch = min(options.n_ubatch, params.n_batch)
         params.kv_unified = False
         # One row of logits per sequence is all that is ever asked for; the default reserves one for every token.

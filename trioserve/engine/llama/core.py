@@ -27,6 +27,7 @@ from trioserve.engine.text import TextAssembler
 _logger = logging.getLogger("trioserve.llama")
 _NOTHING = 0  # a token that every vocabulary has
 _LEAST_SHARE = 0.1  # of a prompt; where less is in common, what a sequence has kept may be worth more to another prompt
+_TURN = 4  # steps; in the last of so many the oldest prompt goes first, however long it is
 
 
 class _Live:
@@ -38,7 +39,6 @@ class _Live:
         offered: how many of those are in the present step.
         cached: tokens of the prompt that were kept from an earlier sequence.
         room: tokens that may still be sampled.
-        waited: steps in a row that had no room for any of its prompt.
     """
 
     __slots__ = (
@@ -51,7 +51,6 @@ class _Live:
         "pending",
         "room",
         "sampler",
-        "waited",
     )
 
     def __init__(self, number: int, request: SequenceRequest, cached: int, room: int, sampler: Sampler) -> None:
@@ -61,7 +60,6 @@ class _Live:
         self.pending: Sequence[int] = request.prompt[cached:]
         self.offered = 0
         self.room = room
-        self.waited = 0
         self.ignore_eos = request.ignore_eos
         self.sampler = sampler
         self.assembler = TextAssembler(request.stops)
@@ -89,7 +87,7 @@ class DecodeCore:
         vocabulary: of the model.
         constraints: of the model.
         n_ctx: tokens that one sequence may hold.
-        n_batch: tokens that one step may evaluate.
+        n_batch: tokens that one step may evaluate, or two for each sequence where that is more.
         chunk: tokens of prompts that one step may evaluate.
         beside: the same for a step that other sequences' next tokens are in: so long do those have to wait for it.
         max_sequences: sequences that may live at once.
@@ -118,12 +116,14 @@ class DecodeCore:
         self._chunk = chunk
         self._beside = min(beside, chunk)
         self._chooser = Chooser(context)
-        self._batch = Batch(max(n_batch, max_sequences))
+        # Next tokens have to leave room for a piece of a prompt, or it would wait until one of the answers ends.
+        self._batch = Batch(max(n_batch, 2 * max_sequences))
         self._max_sequences = max_sequences
         self._ahead = ahead
         self._bridge = bridge
         self._flight: list[_Flying] | None = None  # what was set going and has not been looked at
-        self._live: dict[int, _Live] = {}
+        self._steps = 0
+        self._live: dict[int, _Live] = {}  # in the order of their arrival
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
 
@@ -307,19 +307,20 @@ class DecodeCore:
     def _shares(self, held: Collection[int]) -> dict[_Live, int]:
         """How many tokens each sequence gets into a step: next tokens first, so that nobody's prompt delays another's.
 
-        The prompt that is nearest to its end goes first, and those that wait draw nearer with every step: a short one
-        does not wait for a long one, and a long one gets on beside any number of short ones. Only the first one is cut
-        up: where sequences have memories apart, each length of its own is evaluated for itself.
+        The prompt that is nearest to its end goes first, and every few steps the oldest one: short ones don't wait for
+        long ones, and long ones have their share beside any number of short ones. Only the first one is cut up: where
+        sequences have memories apart, each length of its own is evaluated for itself.
         """
         offering = [live for live in self._live.values() if live.pending and live.number not in held]
         counts = {live: 1 for live in offering if len(live.pending) == 1}
         chunk = self._beside if counts else self._chunk
         left = all_of_it = min(chunk, self._batch.capacity - len(counts))
         prompts = [live for live in offering if len(live.pending) > 1]
-        for live in sorted(prompts, key=lambda live: len(live.pending) - live.waited * chunk):
+        self._steps += 1
+        first = prompts[0] if prompts and self._steps % _TURN == 0 else None
+        for live in sorted(prompts, key=lambda live: (live is not first, len(live.pending))):
             whole = len(live.pending) <= left
             count = _piece(len(live.pending), chunk, left) if whole or left == all_of_it else 0
-            live.waited = 0 if count else live.waited + 1
             if count:
                 counts[live] = count
                 left -= count
