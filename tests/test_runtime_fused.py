@@ -214,7 +214,7 @@ async def test_who_joins_while_another_s_step_is_cut_short_is_answered(fused, en
             assert await read(job) == fake_answer(b"joins", 8)
 
 
-async def test_a_job_that_is_cancelled_before_it_took_part_leaves_nothing(fused, engine, eventually):
+async def test_a_job_that_is_cancelled_before_it_took_part_leaves_nothing(fused, engine, crowds):
     engine.step_gate.shut()
     async with fused(slots=2) as model, working(model, sequence()) as (_, job):
         await engine.step_gate.arrived()
@@ -222,8 +222,8 @@ async def test_a_job_that_is_cancelled_before_it_took_part_leaves_nothing(fused,
             pass
         engine.step_gate.open()
         assert await read(job) == fake_answer(b"prompt", 5)
-        await eventually(lambda: model.status().active_slots == 0 or job.done)
         assert len(sessions_of(model)[0]._live) == 0
+        assert set(crowds) == {1}
 
 
 async def test_any_mixture_of_guests_gets_the_right_answers(fused, eventually):
@@ -300,6 +300,28 @@ async def test_a_step_that_fails_ends_all_that_take_part_and_the_session_is_repl
         assert [session.name for session in sessions_of(model)] == ["tiny[0]", "tiny[1]"]
         assert engine.closed == ["tiny[0]"]
         assert model.status().ailments == {}
+
+
+async def test_a_sequence_that_fails_alone_costs_nobody_the_session(fused, monkeypatch):
+    step, errors = FakeSession.step, []
+
+    def poor(self, threads, held=()):
+        events = step(self, threads, held)
+        (number, live), *_ = self._live.items()
+        live.ended = True
+        return [
+            *(event for event in events if event.sequence != number),
+            Failed(number, "its sampler broke", alone=True),
+        ]
+
+    async with fused(slots=2) as model:
+        await answer(model, sequence())
+        with monkeypatch.context() as broken:
+            broken.setattr(FakeSession, "step", poor)
+            await fails(model, sequence(b"bad"), errors)
+        assert [error.message for error in errors] == ["its sampler broke"]
+        assert await answer(model, sequence(b"next")) == fake_answer(b"next", 5)
+        assert len(sessions_of(model)) == 1
 
 
 async def test_a_prompt_that_the_session_does_not_take_fails_alone(fused, engine, monkeypatch):

@@ -264,11 +264,13 @@ class Failed:
         sequence: which one.
         message: why, for the log.
         unanswerable: it is the request that leaves no answer, and ``message`` is for the client too.
+        alone: the step was good, and the other sequences go on.
     """
 
     sequence: int
     message: str
     unanswerable: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,7 @@ class Conductor:
             self._remove(part.job.post(its_events))
             if part.job.full and part.job.wanted:
                 part.pause()
-        if not self._owners and any(isinstance(event, Failed) and not event.unanswerable for event in events):
+        if not self._owners and any(isinstance(event, Failed) and not event.alone for event in events):
             self._suspect = True  # a step that failed for all of them
             self._end_all()
 

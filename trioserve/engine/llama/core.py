@@ -178,7 +178,8 @@ class DecodeCore:
         self._take_back()
         for live in self._live.values():
             if not self._context.truncate(live.number, len(live.known)):
-                live.pending = [*live.known, *live.pending]
+                # One that has ended and was not removed yet has nothing left to evaluate.
+                live.pending = [*live.known, *live.pending] if live.pending else ()
                 live.known = []
         self._context.lower()
 
@@ -413,9 +414,9 @@ class DecodeCore:
 def _failure(number: int, error: Exception) -> Failed:
     """What becomes of a sequence for which no token could be chosen. The others go on."""
     if isinstance(error, ConstraintError):
-        return Failed(number, str(error), unanswerable=True)
+        return Failed(number, str(error), unanswerable=True, alone=True)
     _logger.error("no token could be chosen for a sequence", exc_info=error)
-    return Failed(number, f"no token could be chosen: {error}")
+    return Failed(number, f"no token could be chosen: {error}", alone=True)
 
 
 def _piece(pending: int, chunk: int, room: int) -> int:
