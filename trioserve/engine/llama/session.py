@@ -19,8 +19,9 @@ CPU_CHUNK = 128
 the load; larger ones were no faster (SmolLM2-135M: the same from 32 to 512)."""
 
 
-CPU_BESIDE = 32
-"""The same for a step that other sequences' next tokens are in. As fast as any, and each of them waits for it."""
+CPU_BESIDE = 64
+"""The same for a step that other sequences' next tokens are in, which wait for it. With 32 prompts took a fifth longer
+than with 128 (SmolLM2-135M, four sequences), with 64 a tenth."""
 
 
 GPU_BRIDGE = 8
