@@ -93,7 +93,7 @@ class ScriptedVocabulary:
         return token == END
 
 
-def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, ahead=False, bridge=0):
+def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, on_device=False, bridge=0):
     return DecodeCore(
         context,
         ScriptedVocabulary(),
@@ -103,7 +103,7 @@ def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, ahead=False
         chunk=chunk,
         beside=beside,
         max_sequences=MAX_SEQUENCES,
-        ahead=ahead,
+        on_device=on_device,
         bridge=bridge,
     )
 
@@ -464,7 +464,7 @@ def test_close_is_idempotent_with_sequences_alive():
 
 def test_the_next_step_is_under_way_before_the_tokens_of_one_are_told():
     context = ScriptedContext()
-    core = core_over(context, ahead=True)
+    core = core_over(context, on_device=True)
     number = core.add(asking([10, 11], 3))
     assert core.step(1) == [Token(number, 12, "\x0c")]
     assert context.batches[-1] == [Cell(12, 2, number, True)]
@@ -476,9 +476,21 @@ def test_the_next_step_is_under_way_before_the_tokens_of_one_are_told():
     assert core.step(1) == []
 
 
+@pytest.mark.parametrize(("tokens", "hands"), [(1, 1), (32, 1), (64, 2), (600, 5)])
+def test_a_device_is_helped_by_no_more_threads_than_it_gives_work(tokens, hands):
+    seen = []
+    context = ScriptedContext()
+    decode = context.decode
+    context.decode = lambda batch, threads: seen.append(threads) or decode(batch, threads)
+    core = core_over(context, n_batch=600, chunk=600, n_ctx=700, on_device=True)
+    core.add(asking(counted(1, tokens), 1))
+    core.step(5)
+    assert seen == [hands]
+
+
 def test_what_was_under_way_for_a_sequence_that_left_is_nobody_s():
     context = ScriptedContext()
-    core = core_over(context, ahead=True)
+    core = core_over(context, on_device=True)
     leaving, *staying = [core.add(asking([10])) for _ in range(MAX_SEQUENCES)]
     core.step(1)
     core.remove(leaving)
@@ -490,7 +502,7 @@ def test_what_was_under_way_for_a_sequence_that_left_is_nobody_s():
 
 def test_a_step_that_was_taken_back_is_taken_again():
     context = ScriptedContext()
-    core = core_over(context, ahead=True)
+    core = core_over(context, on_device=True)
     number = core.add(asking([10, 11]))
     core.step(1)
     context.interrupted = True
@@ -501,7 +513,7 @@ def test_a_step_that_was_taken_back_is_taken_again():
 
 
 def test_a_failure_ahead_comes_after_the_token_that_was_there_before():
-    core = core_over(ScriptedContext([Outcome.DONE, Outcome.FAILED]), ahead=True)
+    core = core_over(ScriptedContext([Outcome.DONE, Outcome.FAILED]), on_device=True)
     number = core.add(asking([10, 11]))
     token, failed = core.step(1)
     assert (token.token, failed) == (12, Failed(number, "the script says so"))
@@ -662,7 +674,7 @@ def test_sequences_that_come_and_go_never_disturb_each_other(plans, n_batch, chu
 @given(st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(1, 20))
 @settings(deadline=None)
 def test_steps_that_set_the_next_one_going_answer_the_same(plans, n_batch, chunk):
-    crowd = Crowd(plans, n_batch, min(chunk, n_batch), ahead=True, bridge=2)
+    crowd = Crowd(plans, n_batch, min(chunk, n_batch), on_device=True, bridge=2)
     crowd.work()
     assert len(crowd.ended) == len(plans)
     for plan, got, _ in crowd.ended:

@@ -112,6 +112,7 @@ class Conductor:
         self._threads = threads
         self._batches = batches
         self._label = label
+        self._token = trio.lowlevel.current_trio_token()
         self._closed = False
         self._wanted = trio.Event()
         self._jobs: set[Job] = set()  # those that take part or are about to; the event loop's own
@@ -296,9 +297,11 @@ class Conductor:
         for event in events:
             each.setdefault(self._owners[event.sequence], []).append(event)
         for part, its_events in each.items():
-            self._remove(part.job.post(its_events))
+            self._remove(part.job.take(its_events))
             if part.job.full and part.job.wanted:
                 part.pause()
+        if each:  # all readers at once: each call of the event loop from a thread is a system call
+            self._token.run_sync_soon(_nudge, [part.job for part in each])
         if not self._owners and any(isinstance(event, Failed) and not event.alone for event in events):
             self._suspect = True  # a step that failed for all of them
             self._end_all()
@@ -317,3 +320,8 @@ class Conductor:
             error = EngineError("inference failed") if part.job.wanted else None
             part.job.abandon()
             part.end(error)
+
+
+def _nudge(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job.nudge()

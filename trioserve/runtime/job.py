@@ -103,13 +103,23 @@ class Job:
             self.times[index].begun = time.perf_counter()
 
     def post(self, events: Sequence[StepEvent]) -> Sequence[int]:
-        """Hand events over to the reader.
+        """Hand events over to the reader, and wake it.
 
         Returns:
             The numbers of the sequences that have ended.
         """
         if not events:
             return ()
+        ended = self.take(events)
+        self._token.run_sync_soon(self.nudge, idempotent=True)
+        return ended
+
+    def take(self, events: Sequence[StepEvent]) -> Sequence[int]:
+        """Hand events over, at least one, to a reader whom the caller has ``nudge`` wake.
+
+        Returns:
+            The numbers of the sequences that have ended.
+        """
         now = time.perf_counter()
         ended = []
         for event in events:
@@ -130,7 +140,6 @@ class Job:
             self._over, self._last = True, self._posted.pop()
         self._events.extend(self._posted)
         self._posted.clear()
-        self._token.run_sync_soon(self._nudge, idempotent=True)
         return ended
 
     def abandon(self) -> None:
@@ -149,6 +158,10 @@ class Job:
         while self.full and not self._cancelled:
             self._room = trio.Event()
             await self._room.wait()
+
+    def nudge(self) -> None:
+        """Have the reader look for events."""
+        self._arrived.set()
 
     def settle(self) -> None:
         """Tell the reader the end, now that the slot is idle."""
@@ -190,6 +203,3 @@ class Job:
         self._room.set()
         self._at_end = self._error is not None
         return events
-
-    def _nudge(self) -> None:
-        self._arrived.set()

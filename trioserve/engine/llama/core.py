@@ -4,7 +4,7 @@ A step is one ``llama_decode`` over whatever the live sequences have to offer, n
 then one sampled token for each row that is complete. Every arrangement (one private sequence per slot, a native batch,
 slots sharing a context) is this class with other sequences in it.
 
-Where a device evaluates on its own, a step ends by setting the next one going: what comes of its tokens is handed out
+Where a device does the work, a step ends by setting the next one going: what comes of its tokens is handed out
 while the device is at work, and it has nothing to wait for but the choice of tokens.
 """
 
@@ -25,6 +25,7 @@ from trioserve.engine.prefix import common_prefix
 from trioserve.engine.text import TextAssembler
 
 _logger = logging.getLogger("trioserve.llama")
+_TOKENS_A_THREAD = 32  # whose embeddings it looks up
 _NOTHING = 0  # a token that every vocabulary has
 _LEAST_SHARE = 0.1  # of a prompt; where less is in common, what a sequence has kept may be worth more to another prompt
 _TURN = 4  # steps; in the last of so many the oldest prompt goes first, however long it is
@@ -91,7 +92,8 @@ class DecodeCore:
         chunk: tokens of prompts that one step may evaluate.
         beside: the same for a step that other sequences' next tokens are in: so long do those have to wait for it.
         max_sequences: sequences that may live at once.
-        ahead: set the next step going at the end of each; for contexts whose ``decode`` does not wait for the device.
+        on_device: whether another device than the CPU does all of the work: ``Context.decode`` returns before it is
+            done, and each step ends by setting the next one going.
         bridge: rows that may be spent for nothing to have a gap between sequences closed; see ``_bridges``.
     """
 
@@ -106,7 +108,7 @@ class DecodeCore:
         chunk: int,
         beside: int,
         max_sequences: int,
-        ahead: bool = False,
+        on_device: bool = False,
         bridge: int = 0,
     ) -> None:
         self._context = context
@@ -119,7 +121,7 @@ class DecodeCore:
         # Next tokens have to leave room for a piece of a prompt, or it would wait until one of the answers ends.
         self._batch = Batch(max(n_batch, 2 * max_sequences))
         self._max_sequences = max_sequences
-        self._ahead = ahead
+        self._on_device = on_device
         self._bridge = bridge
         self._flight: list[_Flying] | None = None  # what was set going and has not been looked at
         self._steps = 0
@@ -221,7 +223,7 @@ class DecodeCore:
         if self._flight is None:
             return events
         events = self._bring_home(threads)
-        if self._ahead:
+        if self._on_device:
             events += self._set_going(threads, held)
         return events
 
@@ -232,7 +234,7 @@ class DecodeCore:
             return []
         bridges = self._bridges(counts) if self._bridge else ()
         flight = self._fill(counts, bridges)
-        outcome = self._context.decode(self._batch, threads)
+        outcome = self._context.decode(self._batch, self._hands(threads))
         self._take_down(bridges)
         if outcome is Outcome.INTERRUPTED:
             self._take_back()
@@ -241,6 +243,13 @@ class DecodeCore:
             return self._fail()
         self._flight = flight
         return []
+
+    def _hands(self, threads: int) -> int:
+        """Threads to evaluate the batch with.
+
+        Beside a device they only look up the embeddings of tokens, and to wake them takes longer than that.
+        """
+        return max(1, min(threads, self._batch.size // _TOKENS_A_THREAD)) if self._on_device else threads
 
     def _bring_home(self, threads: int) -> list[StepEvent]:
         """Choose a token for each row of what was set going. A sequence that was removed meanwhile gets none."""

@@ -40,6 +40,7 @@ class LlamaSession:
         options: sizes and types.
         adapters: of that model.
         offloaded: whether layers run on another device than the CPU.
+        wholly: whether all of them do, and the output too.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LlamaSession:
         adapters: Adapters,
         *,
         offloaded: bool,
+        wholly: bool,
     ) -> None:
         self.traits = Traits(family, Task.GENERATE, _MODES)
         self.n_ctx = options.n_ctx
@@ -68,7 +70,7 @@ class LlamaSession:
             chunk=chunk,
             beside=options.prefill_chunk or (chunk if offloaded else CPU_BESIDE),
             max_sequences=options.max_sequences,
-            ahead=offloaded,
+            on_device=wholly,
             bridge=GPU_BRIDGE if offloaded else 0,
         )
 

@@ -78,6 +78,9 @@ class LlamaWeights:
         self._adapters = Adapters(model, path)
         self._positions = positions
         self.offloads = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
+        # The output counts as one layer more.
+        all_layers = options.gpu_layers < 0 or options.gpu_layers > llama_cpp.llama_model_n_layer(model)
+        self._wholly_offloaded = self.offloads and all_layers
         self._vocabulary = Vocabulary(model)
         self._constraints = Constraints(self._vocabulary)
         self._family = _metadata(model, "general.architecture")
@@ -130,6 +133,7 @@ class LlamaWeights:
             options,
             self._adapters,
             offloaded=self.offloads,
+            wholly=self._wholly_offloaded,
         )
 
     def close(self) -> None:
