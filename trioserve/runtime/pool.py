@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import trio
 
@@ -29,11 +28,9 @@ from trioserve.runtime.arrangement import Arrangement, arrange
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.conductor import Conductor
 from trioserve.runtime.cores import Cores
-from trioserve.runtime.place import Place
-from trioserve.runtime.private_place import PrivatePlace
-from trioserve.runtime.shared_place import SharedPlace
 from trioserve.runtime.slot import Slot
 from trioserve.runtime.solo import Solo
+from trioserve.runtime.stage import PrivateStage, SharedStage, Stage
 from trioserve.runtime.stall_watch import StallWatch
 from trioserve.runtime.weights_cache import WeightsCache
 
@@ -289,15 +286,23 @@ async def serve_pool(
     """
     config = plan.config
     async with open_sessions(config, plan.cache, progress, plan.wanted) as (weights, sessions, arrangement):
-        stage = _Stage(plan, weights, sessions, arrangement)
+        limiter = trio.CapacityLimiter(config.slots)
+        batches = BatchSessions(
+            weights, arrangement.options, arrangement.private, config.batch_capacity, plan.has_room_for
+        )
+        solos = [Solo(limiter, plan.cores, config.threads) for _ in range(config.slots)]
+        stage: Stage
+        if arrangement.fused:
+            conductor = Conductor(sessions[0], limiter, plan.cores, config.threads, batches, {"model": config.id})
+            stage = SharedStage(conductor, solos, batches)
+        else:
+            stage = PrivateStage(sessions, solos, batches, config.id)
         slots = [Slot(index, place, plan.watch) for index, place in enumerate(stage.places)]
         pool = Pool(config, weights, arrangement.private.n_ctx, slots)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(plan.watch.run)
-                if stage.conductor is not None:
-                    await nursery.start(stage.conductor.run, partial(plan.watch.attending_all, slots))
-                    nursery.start_soon(_report_broken, stage.conductor, slots, plan.watch)
+                await nursery.start(stage.run, slots, plan.watch)
                 for slot in slots:
                     await nursery.start(slot.run)
                 task_status.started(pool)
@@ -307,52 +312,3 @@ async def serve_pool(
             with trio.CancelScope(shield=True):
                 sessions[:] = stage.sessions
                 await pool.wait_unread()
-
-
-async def _report_broken(conductor: Conductor, slots: Sequence[Slot], watch: StallWatch) -> None:
-    """Tell of all slots, the idle ones too, when there is no session for them any more."""
-    await conductor.broke.wait()
-    for slot in slots:
-        watch.note_broken(slot)
-
-
-class _Stage:
-    """The places of a pool's slots, and what works in them.
-
-    Arguments:
-        plan: of the pool.
-        weights: that its sessions are over.
-        sessions: as made.
-        arrangement: of them.
-
-    Attributes:
-        places: one for each slot, in order.
-        conductor: who steps the session that they share, where they do.
-    """
-
-    def __init__(self, plan: Plan, weights: Weights, sessions: Sequence[Session], arrangement: Arrangement) -> None:
-        config = plan.config
-        self.conductor: Conductor | None = None
-        limiter = trio.CapacityLimiter(config.slots)
-        batches = BatchSessions(
-            weights, arrangement.options, arrangement.private, config.batch_capacity, plan.has_room_for
-        )
-        solos = [Solo(limiter, plan.cores, config.threads) for _ in range(config.slots)]
-        private = [] if arrangement.fused else sessions
-        self._private_places = [
-            PrivatePlace(session, solo, batches, {"model": config.id, "slot": index})
-            for index, (session, solo) in enumerate(zip(private, solos, strict=False))
-        ]
-        self.places: Sequence[Place] = self._private_places
-        if arrangement.fused:
-            label = {"model": config.id}
-            conductor = Conductor(sessions[0], limiter, plan.cores, config.threads, batches, label)
-            self.conductor = conductor
-            self.places = [SharedPlace(conductor, solo, batches) for solo in solos]
-
-    @property
-    def sessions(self) -> list[Session]:
-        """Those that are there now, the primary first."""
-        if self.conductor is not None:
-            return [self.conductor.session]
-        return [place.session for place in self._private_places]
