@@ -272,6 +272,12 @@ def test_validate_tells_of_a_template_that_is_none(tmp_path, capsys):
     assert complaint.count("tiny") == complaint.count("\n") == 1
 
 
+@pytest.mark.parametrize("folder", [".", "/"])
+def test_a_folder_without_a_stem_is_refused_as_a_folder(folder, capsys):
+    assert cli.main(["validate", folder]) == 2
+    assert capsys.readouterr().err == f"trioserve: model '{folder}': model file '{folder}' is a directory\n"
+
+
 def test_validate_looks_at_the_whole_header(gguf, capsys):
     gguf.write_bytes(gguf.read_bytes()[:-1])
     assert cli.main(["validate", str(gguf)]) == 2

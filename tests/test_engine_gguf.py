@@ -242,6 +242,12 @@ def test_nesting_has_an_end(path):
             read(path, nested(depth))
 
 
+def test_a_file_that_was_cut_off_early_is_told_so_and_not_that_it_nests(path):
+    whole = header(entry("numbers", ARRAY, array(U32, *[b"\0\0\0\0"] * 500)))
+    with pytest.raises(HeaderError, match=r"^it claims an array of 500 values, and has 200 bytes$"):
+        read(path, whole[:200])
+
+
 def test_work_and_memory_are_bounded_also_where_the_file_is_large(path, monkeypatch):
     monkeypatch.setattr(reader, "MAX_SKIPPED", 100)
     monkeypatch.setattr(reader, "MAX_TEXT", 100)

@@ -38,7 +38,7 @@ BatchTokens = Annotated[int, Field(ge=1, le=MAX_CONTEXT_TOKENS)]
 
 def _file_stem(validated: dict[str, Any]) -> str:
     path: Path = validated["path"]
-    return path.stem
+    return path.stem or str(path)  # "." and "/" have none, and are to be refused for what they are
 
 
 def _ubatch_within(validated: dict[str, Any]) -> int:

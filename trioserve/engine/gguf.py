@@ -227,8 +227,10 @@ class _Reader:
 
     def _array_head(self, depth: int) -> tuple[int, int]:
         kind, length = self._number("<I"), self._number("<Q")
-        if length > self._size or depth >= MAX_NESTING:
-            raise HeaderError(f"it claims an array of {length} values, {depth} arrays deep")
+        if depth >= MAX_NESTING:
+            raise HeaderError(f"it claims an array that is {depth} arrays deep")
+        if length > self._size:
+            raise HeaderError(f"it claims an array of {length} values, and has {self._size} bytes")
         return kind, length
 
     def _skip_array(self, kind: int, length: int, depth: int) -> None:
