@@ -94,6 +94,7 @@ async def test_a_failed_request(lines):
     # The slot's own line, from a task that lives longer than the request, and the edge's.
     others = {line["message"]: line for line in lines() if line["level"] == "error"}
     assert others.keys() == {"slot failed", "request failed"}
+    assert ["exception" in others[name] for name in ("slot failed", "request failed")] == [True, False]
     assert all((line["trace_id"], line["parent_id"]) == (TRACE, PARENT) for line in others.values())
 
 

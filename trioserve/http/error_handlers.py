@@ -42,7 +42,8 @@ def register(app: QuartTrio, max_body_bytes: int) -> None:
     @app.errorhandler(TrioserveError)
     async def own(error: TrioserveError) -> Response:
         if isinstance(error, EngineError):
-            _log(error)
+            # Whoever raised it has logged where it came from; a stall ends many requests at once.
+            _log(error, traceback=False)
         return _told(error)
 
     @app.errorhandler(HTTPException)
@@ -65,9 +66,9 @@ def _told(error: TrioserveError) -> Response:
     return respond(error, exchange.dialect)
 
 
-def _log(error: Exception) -> None:
+def _log(error: Exception, *, traceback: bool = True) -> None:
     request_id = Exchange.of(request.scope).request_id
-    logger.error("request failed", exc_info=error, extra={"fields": {"request_id": request_id}})
+    logger.error("request failed", exc_info=error if traceback else None, extra={"fields": {"request_id": request_id}})
 
 
 def _translated(error: HTTPException, max_body_bytes: int) -> TrioserveError:
