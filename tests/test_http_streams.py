@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 import trio
+import trio.testing
 from http_harness import (
     CHAT,
     COMPLETIONS,
@@ -20,6 +21,7 @@ from http_harness import (
     assert_error_object,
     chat,
     completion,
+    connect,
     expected,
     running,
     sse_events,
@@ -30,7 +32,7 @@ from hypercorn.trio.worker_context import EventWrapper
 from test_http_disconnect import scope_of
 
 from trioserve.errors import EngineError
-from trioserve.http.exchange import ClientStalledError, Exchange
+from trioserve.http.exchange import CHUNKS, ClientStalledError, Exchange
 from trioserve.http.listener import BoundedBuffer
 from trioserve.http.sse import DONE, PING, EventStream, frame
 from trioserve.runtime.job import BUFFERED_EVENTS
@@ -107,9 +109,11 @@ async def collected(stream):
 class Wire:
     """What an exchange sends, and when; a send takes as long as it is told."""
 
-    def __init__(self, send_timeout=60.0, silence=15.0):
+    def __init__(self, send_timeout=60.0, silence=15.0, *, chunks=False):
         scope = {"headers": [], "path": "/", "method": "POST", "http_version": "1.1"}
-        self.sent, self.seconds = [], 0.0
+        if chunks:
+            scope["extensions"] = {CHUNKS: self.take_chunk}
+        self.sent, self.chunks, self.seconds = [], [], 0.0
         self.exchange = Exchange(
             scope, None, self.take, send_timeout, silence, lambda: False, witness=Indifferent(), route="/"
         )
@@ -119,12 +123,19 @@ class Wire:
         await trio.sleep(self.seconds)
         self.sent.append((trio.current_time(), message.get("body")))
 
-    async def begin(self):
-        await self.exchange.send({"type": "http.response.start", "status": 200, "headers": []})
+    async def take_chunk(self, body):
+        await trio.sleep(self.seconds)
+        self.chunks.append(body)
+
+    async def begin(self, *headers):
+        await self.exchange.send({"type": "http.response.start", "status": 200, "headers": list(headers)})
         self.sent.clear()
 
-    async def say(self, body):
-        await self.exchange.send({"type": "http.response.body", "body": body, "more_body": True})
+    async def say(self, body, *, more_body=True):
+        await self.exchange.send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+    async def hear_out(self):
+        self.exchange._heard_out.set()
 
 
 class Indifferent:
@@ -192,6 +203,70 @@ async def test_a_body_that_waits_behind_a_comment_is_bounded_too(autojump_clock)
         await speak_late()
     assert caught.group_contains(ClientStalledError)
     assert trio.current_time() == pytest.approx(20 + 30, abs=0.1)
+
+
+EVENTS = (b"Content-Type", b"text/event-stream; charset=utf-8")
+
+
+async def test_pieces_of_a_stream_are_sent_as_chunks_where_the_server_lets_them():
+    wire = Wire(chunks=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wire.exchange.watch)
+        await trio.testing.wait_all_tasks_blocked()
+        await wire.begin(EVENTS)
+        for body in (b"a", b"", b"b"):  # an empty chunk would be the last one
+            await wire.say(body)
+        await wire.hear_out()
+        await wire.say(b"c", more_body=False)
+        nursery.cancel_scope.cancel()
+    assert wire.chunks == [b"a", b"b"]
+    assert [body for _, body in wire.sent] == [b"", b"c"]
+    assert wire.exchange.finished
+
+
+@pytest.mark.parametrize("headers", [[], [EVENTS, (b"Content-Length", b"2")], [(b"content-type", b"application/json")]])
+async def test_what_may_not_go_out_in_chunks_is_left_to_the_server(headers):
+    wire = Wire(chunks=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wire.exchange.watch)
+        await trio.testing.wait_all_tasks_blocked()
+        await wire.begin(*headers)
+        await wire.say(b"ab")
+        nursery.cancel_scope.cancel()
+    assert (wire.chunks, [body for _, body in wire.sent]) == ([], [b"ab"])
+
+
+async def test_a_chunk_that_nobody_takes_ends_the_request(autojump_clock):
+    wire = Wire(send_timeout=30, chunks=True)
+
+    async def speak():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wire.exchange.watch)
+            await wire.begin(EVENTS)
+            wire.seconds = math.inf
+            await trio.sleep(20)
+            await wire.say(b"never")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await speak()
+    assert caught.group_contains(ClientStalledError)
+    assert trio.current_time() == pytest.approx(20 + 30, abs=0.1)
+
+
+async def test_a_client_that_knows_no_chunks_gets_none():
+    body = json.dumps({"model": "fake", "stream": True, **completion()}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with running() as server:
+        stream = await connect(server.port)
+        async with stream:
+            await stream.send_all(head.encode() + body)
+            received = b""
+            while data := await stream.receive_some():
+                received += data
+    _, _, events = received.partition(b"\r\n\r\n")
+    *chunks, done = sse_events(events)
+    assert done == "[DONE]"
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == expected()
 
 
 async def test_an_error_is_the_last_thing_that_a_stream_tells():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 from trioserve.chat.calls import FreeText, Reader
 from trioserve.chat.dialects import OPENED, OPTIONAL, Dialect
@@ -72,14 +71,13 @@ class AnswerParser:
         return held + self._note(self._reader.finish())
 
     def _read(self, events: list[Event]) -> list[Event]:
-        return self._note(
-            list(
-                chain.from_iterable(
-                    self._reader.feed(event.text) if isinstance(event, Content) else [event] for event in events
-                )
-            )
-        )
+        read: list[Event] = []
+        for event in events:
+            read += self._reader.feed(event.text) if isinstance(event, Content) else (event,)
+        return self._note(read)
 
     def _note(self, events: list[Event]) -> list[Event]:
-        self._calls = self._calls or any(isinstance(event, CallBegun) for event in events)
+        for event in events:  # a loop, and no generators: this runs for every token
+            if isinstance(event, CallBegun):
+                self._calls = True
         return events

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from trioserve.chat import AnswerParser, Arguments, CallBegun, Content, Event, Reasoning
 from trioserve.engine.base import Likelihood
-from trioserve.http.render import ChatShape, CompletionShape
+from trioserve.http.render import ChatShape, CompletionShape, TextFrame, dumps
 from trioserve.http.requests import Body
 from trioserve.http.schemas.chat import ChatCompletionRequest
 from trioserve.service import Generation, TextDelta
 
 
 class AnswerRenderer(Protocol):
-    """Renders one answer, either by ``pieces`` and ``ending`` or by ``whole``."""
+    """Renders one answer: by ``opening``, ``pieces`` and ``ending``, in JSON, or by ``whole``."""
 
-    def pieces(self, part: TextDelta) -> Iterator[dict[str, Any]]:
+    def opening(self) -> list[bytes]:
+        """Choices of the chunks that come before there is text."""
+        ...
+
+    def pieces(self, part: TextDelta) -> list[bytes]:
         """Choices of the chunks that tell of more text; none where it has to be held back."""
         ...
 
-    def ending(self, reason: str) -> Iterator[dict[str, Any]]:
+    def ending(self, reason: str) -> list[bytes]:
         """Choices of the last chunks, the reason in the very last one."""
         ...
 
@@ -49,14 +53,21 @@ class TextAnswer:
 
     def __init__(self, index: int) -> None:
         self._index = index
+        self._frame = TextFrame(CompletionShape.piece("", index))
 
-    def pieces(self, part: TextDelta) -> Iterator[dict[str, Any]]:
-        """See ``AnswerRenderer``."""
-        yield CompletionShape.piece(part.text, self._index, part.likelihoods)
+    def opening(self) -> list[bytes]:
+        """See ``AnswerRenderer``. Text completions begin with text."""
+        return []
 
-    def ending(self, reason: str) -> Iterator[dict[str, Any]]:
+    def pieces(self, part: TextDelta) -> list[bytes]:
         """See ``AnswerRenderer``."""
-        yield CompletionShape.ending(reason, self._index)
+        if not part.likelihoods:
+            return [self._frame.around(part.text)]
+        return [dumps(CompletionShape.piece(part.text, self._index, part.likelihoods))]
+
+    def ending(self, reason: str) -> list[bytes]:
+        """See ``AnswerRenderer``."""
+        return [dumps(CompletionShape.ending(reason, self._index))]
 
     def whole(self, parts: Sequence[TextDelta], reason: str) -> dict[str, Any]:
         """See ``AnswerRenderer``."""
@@ -75,19 +86,24 @@ class ChatAnswer:
     def __init__(self, parser: AnswerParser, index: int) -> None:
         self._parser = parser
         self._index = index
+        self._frame = TextFrame(ChatShape.piece("", index))
         self._likelihoods: list[Likelihood] = []  # of tokens whose text is held back
 
-    def pieces(self, part: TextDelta) -> Iterator[dict[str, Any]]:
+    def opening(self) -> list[bytes]:
+        """See ``AnswerRenderer``."""
+        return [dumps(ChatShape.opening(self._index))]
+
+    def pieces(self, part: TextDelta) -> list[bytes]:
         """See ``AnswerRenderer``. How likely tokens were is told with the first chunk after them."""
         self._likelihoods += part.likelihoods
-        yield from self._deltas(self._parser.feed(part.text))
+        return self._deltas(self._parser.feed(part.text))
 
-    def ending(self, reason: str) -> Iterator[dict[str, Any]]:
+    def ending(self, reason: str) -> list[bytes]:
         """See ``AnswerRenderer``."""
-        yield from self._deltas(self._parser.finish())
+        choices = self._deltas(self._parser.finish())
         if self._likelihoods:
-            yield ChatShape.piece("", self._index, self._taken())
-        yield ChatShape.ending(self._reason(reason), self._index)
+            choices.append(dumps(ChatShape.piece("", self._index, self._taken())))
+        return [*choices, dumps(ChatShape.ending(self._reason(reason), self._index))]
 
     def whole(self, parts: Sequence[TextDelta], reason: str) -> dict[str, Any]:
         """See ``AnswerRenderer``."""
@@ -100,9 +116,13 @@ class ChatAnswer:
         text = words if words or not calls else None
         return ChatShape.choice(text, self._reason(reason), self._index, _likelihoods(parts), more)
 
-    def _deltas(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-        for event in events:
-            yield ChatShape.delta(_delta(event), self._index, self._taken())
+    def _deltas(self, events: Sequence[Event]) -> list[bytes]:
+        return [self._choice(event) for event in events]
+
+    def _choice(self, event: Event) -> bytes:
+        if isinstance(event, Content) and not self._likelihoods:
+            return self._frame.around(event.text)
+        return dumps(ChatShape.delta(_delta(event), self._index, self._taken()))
 
     def _taken(self) -> list[Likelihood]:
         likelihoods, self._likelihoods = self._likelihoods, []

@@ -13,7 +13,7 @@ from trioserve.http import render
 from trioserve.http.answers import renderer
 from trioserve.http.exchange import Exchange
 from trioserve.http.requests import Body, batch_request
-from trioserve.http.sse import DONE, PING, EventStream, Source, error_frame, frame
+from trioserve.http.sse import DONE, PING, EventStream, Source, error_frame
 from trioserve.service import (
     Done,
     Generation,
@@ -105,55 +105,46 @@ class _Chunks:
 
     def __init__(self, generation: Generation, body: Body, shape: render.Shape) -> None:
         self._generation = generation
-        self._shape = shape
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._with_timings = bool(body.timings_per_token)
         self._usage = Usage(0, 0)
         self._open = generation.prompts
         self._answers = [renderer(body, generation, index) for index in range(self._open)]
-        # What all chunks begin with, up to their choices.
-        self._head = render.dumps(render.envelope(shape, generation, shape.chunk))[:-1] + b',"choices":'
+        # What all chunks begin with, up to their choices, and what most of them end with.
+        self._head = b"data: " + render.dumps(render.envelope(shape, generation, shape.chunk))[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if self._with_usage else b"]}\n\n"
         self._opened = False
 
     async def next_frames(self) -> bytes:
         if not self._opened:
             self._opened = True
-            openings = [self._shape.opening(index) for index in range(self._open)]
-            if frames := b"".join(self._frame([opening]) for opening in openings if opening is not None):
+            if frames := b"".join([self._frame(choice) for answer in self._answers for choice in answer.opening()]):
                 return frames
         while parts := await self._generation.next_parts():
             # Empty where all of the text is held back, and that would be the end.
-            if frames := b"".join([frame for part in parts for frame in self._frames(part)]):
+            if frames := b"".join([self._frames(part) for part in parts]):
                 return frames
         return b""
 
-    def _frames(self, part: Part) -> Iterator[bytes]:
+    def _frames(self, part: Part) -> bytes:
         if isinstance(part, TextDelta):
-            for piece in self._answers[part.index].pieces(part):
-                yield self._frame([piece])
-        elif isinstance(part, Done):
-            timings = render.timings([part]) if self._with_timings else None
-            *pieces, ending = self._answers[part.index].ending(part.finish_reason.value)
-            for piece in pieces:
-                yield self._frame([piece])
-            yield self._frame([ending], timings=timings)
-            self._usage += render.counted(part, self._generation.choices)
-            self._open -= 1
-            if self._with_usage and not self._open:
-                yield self._frame([], render.usage(self._usage))
-        else:
-            raise part.error
+            return b"".join([self._frame(choice) for choice in self._answers[part.index].pieces(part)])
+        if isinstance(part, Done):
+            return b"".join(self._ending(part))
+        raise part.error
 
-    def _frame(
-        self,
-        choices: list[dict[str, Any]],
-        usage: dict[str, Any] | None = None,
-        timings: dict[str, Any] | None = None,
-    ) -> bytes:
-        more: dict[str, Any] = {}
-        if timings is not None:
-            more["timings"] = timings
-        if self._with_usage:
-            more["usage"] = usage
-        tail = b"," + render.dumps(more)[1:] if more else b"}"
-        return frame(self._head + render.dumps(choices) + tail)
+    def _ending(self, done: Done) -> Iterator[bytes]:
+        *choices, last = self._answers[done.index].ending(done.finish_reason.value)
+        yield from map(self._frame, choices)
+        more: dict[str, Any] = {"timings": render.timings([done])} if self._with_timings else {}
+        yield self._frame(last, self._told(more | {"usage": None} if self._with_usage else more))
+        self._usage += render.counted(done, self._generation.choices)
+        self._open -= 1
+        if self._with_usage and not self._open:
+            yield self._frame(b"", self._told({"usage": render.usage(self._usage)}))
+
+    def _told(self, more: dict[str, Any]) -> bytes:
+        return b"]," + render.dumps(more)[1:] + b"\n\n" if more else self._tail
+
+    def _frame(self, choice: bytes, tail: bytes | None = None) -> bytes:
+        return self._head + choice + (tail or self._tail)

@@ -24,6 +24,11 @@ Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
+SendChunk = Callable[[bytes], Awaitable[None]]
+
+CHUNKS = "trioserve.chunks"
+"""Name of the extension to ASGI by which a piece of a response that goes out in chunks is sent as one. The server that
+offers it frames responses of no given length in chunks."""
 
 _KEY = "trioserve.exchange"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -104,6 +109,7 @@ class Exchange:
         self._heard_out = trio.Event()
         self._raw_receive = receive
         self._raw_send = send
+        self._send_chunk: SendChunk | None = scope.get("extensions", {}).get(CHUNKS)
         self._send_timeout = send_timeout
         self._closing = closing
         self._more_headers = list(headers)
@@ -134,6 +140,11 @@ class Exchange:
         Raises:
             ClientStalledError: it does, and nobody watches.
         """
+        if self._send_chunk is not None and self._watched and message.get("more_body") and message["body"]:
+            self._sending_since = self._sent_at = trio.current_time()
+            await self._send_chunk(message["body"])  # nearly always, for a stream comes here for every token
+            self._sending_since = None
+            return
         if message["type"] == "http.response.start":
             self._begin(message)
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -145,7 +156,7 @@ class Exchange:
         self.finished = self.finished or last
         self._sending_since = self._sent_at = trio.current_time()
         if self._watched and not last:
-            await self._raw_send(message)  # without a scope of its own: a stream comes here for every token
+            await self._raw_send(message)
         else:
             await self._send_in_time(message, last=last)
         self._sending_since = None
@@ -250,7 +261,10 @@ class Exchange:
         self.origin.status = message["status"]
         self._witness.response_begun(self.origin.route, message["status"])
         headers = list(message.get("headers", []))
-        self._is_stream = any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers)
+        fields = {name.lower(): value for name, value in headers}
+        self._is_stream = b"event-stream" in fields.get(b"content-type", b"")
+        if not self._is_stream or b"content-length" in fields:
+            self._send_chunk = None
         headers += [(b"x-request-id", self.request_id.encode()), *self._more_headers]
         if self._http1 and self._closing():
             headers.append((b"connection", b"close"))

@@ -23,10 +23,11 @@ from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, H2Protocol, StreamBuffer
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import EventWrapper, WorkerContext
-from hypercorn.typing import ConnectionState
+from hypercorn.typing import AppWrapper, ConnectionState
 
 from trioserve.config import Config
 from trioserve.errors import ConfigError
+from trioserve.http.exchange import CHUNKS, SendChunk
 from trioserve.http.socket_file import check_unused, removed_at_the_end
 
 logger = logging.getLogger("trioserve.http")
@@ -163,6 +164,17 @@ class Connection(TCPServer):
 
     _unyielded = 0
 
+    def __init__(self, app: AppWrapper, *args: Any) -> None:
+        super().__init__(partial(_lend, self.send_chunk, app), *args)
+
+    async def send_chunk(self, body: bytes) -> None:
+        """Send a piece of a response that is on its way in chunks, as h11 would write it.
+
+        Nearly everything that a server of streams sends is such a piece. They have no part in the state of the
+        connection: three layers that would look at each of them are left out.
+        """
+        await self._send(b"%x\r\n%b\r\n" % (len(body), body))
+
     async def run(self) -> None:
         """Serve until the connection ends."""
         try:
@@ -177,17 +189,23 @@ class Connection(TCPServer):
         protocol = self.protocol.protocol
         if isinstance(protocol, H2Protocol) and not isinstance(protocol.stream_buffers, _BoundedBuffers):
             protocol.stream_buffers = _BoundedBuffers()
+        if isinstance(event, RawData):
+            await self._send(event.data)
+        else:
+            await super().protocol_send(event)
+
+    async def _send(self, data: bytes) -> None:
         stream: object = self.stream  # ours, or TLS over it
-        if isinstance(event, RawData) and isinstance(stream, BoundedStream) and not self.send_lock.locked():
-            left = stream.send_now(event.data)
-            self._unyielded += len(event.data) - len(left)
+        if isinstance(stream, BoundedStream) and not self.send_lock.locked():
+            left = stream.send_now(data)
+            self._unyielded += len(data) - len(left)
             if not left:
                 if self._unyielded > MOST_UNYIELDED:
                     self._unyielded = 0
                     await trio.lowlevel.cancel_shielded_checkpoint()
                 return
-            event = RawData(left, event.address)
-        await super().protocol_send(event)
+            data = left
+        await super().protocol_send(RawData(data))
 
     async def _read_data(self) -> None:
         # Hypercorn reads nothing while bytes of a next request wait for the end of this one, and would not see that the
@@ -233,6 +251,13 @@ class Connection(TCPServer):
                 received = bytes(await self.stream.receive_some(RECEIVE_BYTES))
                 await ahead.send(received)
         handling.deadline = trio.current_time() + LAST_WORDS_SECONDS
+
+
+async def _lend(send_chunk: SendChunk, app: AppWrapper, scope: Any, *args: Any) -> None:
+    """Call an application that may send chunks past Hypercorn, where answers can have some."""
+    if scope["type"] == "http" and scope["http_version"] == "1.1":
+        scope["extensions"][CHUNKS] = send_chunk
+    await app(scope, *args)
 
 
 class _Listener(trio.abc.Listener[BoundedStream]):
