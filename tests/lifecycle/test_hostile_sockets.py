@@ -103,7 +103,8 @@ def exchange(port, data):
     received = b""
     with connection(port) as sock, contextlib.suppress(ConnectionError):
         sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # ENOTCONN, which is no ConnectionError, where the server reset it already
+            sock.shutdown(socket.SHUT_WR)
         while more := sock.recv(65536):
             received += more
     return received
