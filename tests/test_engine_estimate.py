@@ -19,7 +19,10 @@ from trioserve.runtime.arrangement import arrange
 MIB = 1 << 20
 KERNELS = 64 * MIB
 # llama.cpp says so in a line for each buffer, and again when a context is freed, in other words.
-BUFFER = re.compile(r"(model|KV|compute|output) buffer size = +([\d.]+) MiB")
+BUFFER = re.compile(r"(\w+) +(model|KV|compute|output) buffer size = +([\d.]+) MiB")
+# Copies of weights in the order that the processor wants. The pages of the file that they were made from are mapped
+# still, and the kernel drops them when it needs the room: they are not counted twice.
+COPIES = ("AMX", "CPU_REPACK")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +44,8 @@ def allocated(caplog):
 
     def read():
         found = defaultdict(float)
-        for kind, size in BUFFER.findall(caplog.text):
-            found[kind] += float(size)
+        for name, kind, size in BUFFER.findall(caplog.text):
+            found["copy" if name in COPIES else kind] += float(size)
         return found
 
     return read
@@ -54,7 +57,9 @@ def close_to(mib):
 
 def test_weights(header, allocated):
     LlamaEngine().load(smollm2(), LoadOptions()).close()
-    assert estimate(header, SessionOptions(), 1).weights == close_to(allocated()["model"])
+    found, said = estimate(header, SessionOptions(), 1).weights, allocated()
+    assert found == close_to(said["model"])
+    assert said["copy"] * MIB < 1.15 * found
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ class Estimate:
     """Bytes that a loaded model takes.
 
     Attributes:
-        weights: once, however many slots there are.
+        weights: once, however many slots there are. Where llama.cpp keeps a copy of its own that suits the processor
+            better, the pages of the file can be dropped, and are, when the room is needed.
         kv_cache: of all slots together.
         compute: buffers of all slots together.
     """
