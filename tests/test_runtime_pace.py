@@ -81,3 +81,11 @@ def test_the_choice_for_a_limit_is_remembered():
     run(pace, 50, CROWDED, limit=2)
     run(pace, 50, CROWDED, limit=1)
     assert run(pace, 1, CROWDED, limit=2) == [1]
+
+
+@pytest.mark.parametrize("slow", [1, 2, 3])
+def test_what_chance_makes_it_take_is_given_up_soon(slow):
+    """A trial that is compared with steps which others have disturbed looks like a success."""
+    pace = Pace()
+    run(pace, slow, {2: 0.016}, limit=2)
+    assert run(pace, 200, QUIET, limit=2).count(1) <= 12

@@ -6,11 +6,12 @@ from collections import deque
 from statistics import median
 
 _RECENT = 8  # steps that tell how long one takes at present
+_ENOUGH = 3  # steps without which a trial has nothing to be compared with: one alone may have met with anything
 _MARGIN = 0.9  # a trial must be faster by a tenth to change anything
 _SHORT = 0.001  # seconds; on shorter steps there is nothing to win
 _SLUMP = 2.5  # a step that takes so many times longer than usual asks for a trial
-_FIRST = {"fewer": 2, "more": 32}  # steps until the first trial
-_GROWTH = {"fewer": 2, "more": 4}  # after each trial in vain the next one is so many times further away
+_FIRST = {"fewer": 3, "more": 8}  # steps until the first trial
+_GROWTH = 4  # after each trial in vain the next one is so many times further away
 _LONGEST = {"fewer": 256, "more": 4096}
 
 
@@ -77,7 +78,7 @@ class Pace:
         self._due, self._interval = dict(_FIRST), dict(_FIRST)
 
     def _next_trial(self) -> int | None:
-        if not self._recent:
+        if len(self._recent) < _ENOUGH:
             return None
         current = self._current
         if current > 1 and self._steps >= self._due["fewer"]:
@@ -99,5 +100,5 @@ class Pace:
             back = "more" if direction == "fewer" else "fewer"
             self._due = {direction: self._steps + _FIRST[direction], back: self._steps + _FIRST["more"]}
         else:
-            self._interval[direction] = min(self._interval[direction] * _GROWTH[direction], _LONGEST[direction])
+            self._interval[direction] = min(self._interval[direction] * _GROWTH, _LONGEST[direction])
             self._due[direction] = self._steps + self._interval[direction]
