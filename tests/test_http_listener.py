@@ -14,7 +14,7 @@ from http_harness import COMPLETIONS, Client, H2Client, completion, connect, exp
 
 from trioserve.config import Config
 from trioserve.errors import ConfigError
-from trioserve.http.listener import BoundedStream, SendLimits, bind, url
+from trioserve.http.listener import BoundedStream, Connection, SendLimits, bind, url
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -163,6 +163,26 @@ async def test_nothing_is_sent_into_the_midst_of_what_is_being_sent():
                 await peer.receive_some(2**20)  # now there is room
         assert stream.send_now(b"x") == b"x"
         nursery.cancel_scope.cancel()
+
+
+async def test_a_cancelled_task_finishes_the_chunk_that_it_has_begun():
+    """Or what it says at last would be taken for the rest of that chunk."""
+    body, received = bytes(2**24), bytearray()
+    async with bounded_pair() as (stream, peer), trio.open_nursery() as nursery:
+        connection = Connection(None, None, None, None, stream)
+
+        async def speak():
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await connection.send_chunk(body)
+            with trio.CancelScope(shield=True):
+                await connection.send_chunk(b"last words")
+            await stream.aclose()
+
+        nursery.start_soon(speak)
+        async for piece in peer:
+            received += piece
+    assert received == b"1000000\r\n" + body + b"\r\na\r\nlast words\r\n"
 
 
 async def test_a_connection_that_is_gone_is_left_to_the_send_that_tells():

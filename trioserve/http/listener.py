@@ -204,8 +204,22 @@ class Connection(TCPServer):
                     self._unyielded = 0
                     await trio.lowlevel.cancel_shielded_checkpoint()
                 return
-            data = left
+            if len(left) < len(data):
+                await self._send_rest(left)
+                return
         await super().protocol_send(RawData(data))
+
+    async def _send_rest(self, left: bytes) -> None:
+        """Send what is left of something that has begun, also in a cancelled task.
+
+        Hypercorn lets a cancelled task turn back at the lock. Its last words would then come in the midst of a chunk.
+        """
+        try:
+            with trio.CancelScope(shield=True):
+                async with self.send_lock:  # that nobody holds
+                    await self.stream.send_all(left)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await self.protocol.handle(Closed())
 
     async def _read_data(self) -> None:
         # Hypercorn reads nothing while bytes of a next request wait for the end of this one, and would not see that the
