@@ -14,6 +14,7 @@ from http_harness import COMPLETIONS, Client, H2Client, completion, connect, exp
 
 from trioserve.config import Config
 from trioserve.errors import ConfigError
+from trioserve.http.exchange import CHUNKS
 from trioserve.http.listener import BoundedStream, Connection, SendLimits, bind, url
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
@@ -41,6 +42,26 @@ async def secure_stream(server, certificate, *protocols):
     with trio.fail_after(20):
         await stream.do_handshake()
     return stream
+
+
+async def test_chunks_may_be_sent_where_a_client_expects_them(monkeypatch):
+    lent = []
+    async with running() as server:
+        app = server.app
+
+        async def looking_on(scope, receive, send):
+            lent.append((scope["method"], scope["http_version"], CHUNKS in scope["extensions"]))
+            await app(scope, receive, send)
+
+        monkeypatch.setattr(server, "app", looking_on)
+        for method in ("GET", "HEAD"):
+            await server.call("/health", method=method)
+        async with Client(await connect(server.port)) as client:
+            await client.stream.send_all(b"GET /health HTTP/1.0\r\n\r\n")
+            assert b" 200 " in await client.eof()
+        async with await H2Client.open(server.port) as client:
+            await client.reply(await client.send("/health"))
+    assert lent == [("GET", "1.1", True), ("HEAD", "1.1", False), ("GET", "1.0", False), ("GET", "2", False)]
 
 
 @needs_openssl

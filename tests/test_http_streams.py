@@ -236,6 +236,22 @@ async def test_what_may_not_go_out_in_chunks_is_left_to_the_server(headers):
     assert (wire.chunks, [body for _, body in wire.sent]) == ([], [b"ab"])
 
 
+async def test_only_between_head_and_end_are_there_chunks():
+    """Where the server would refuse a message, a chunk must not go to whatever comes next on the connection."""
+    wire = Wire(chunks=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wire.exchange.watch)
+        await trio.testing.wait_all_tasks_blocked()
+        await wire.say(b"early")
+        assert [body for _, body in wire.sent] == [b"early"]
+        await wire.begin(EVENTS)
+        await wire.hear_out()
+        await wire.say(b"", more_body=False)
+        await wire.say(b"late")
+        nursery.cancel_scope.cancel()
+    assert (wire.chunks, [body for _, body in wire.sent]) == ([], [b"", b"late"])
+
+
 async def test_a_chunk_that_nobody_takes_ends_the_request(autojump_clock):
     wire = Wire(send_timeout=30, chunks=True)
 

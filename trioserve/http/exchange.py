@@ -109,7 +109,8 @@ class Exchange:
         self._heard_out = trio.Event()
         self._raw_receive = receive
         self._raw_send = send
-        self._send_chunk: SendChunk | None = scope.get("extensions", {}).get(CHUNKS)
+        self._lent: SendChunk | None = (scope.get("extensions") or {}).get(CHUNKS)
+        self._send_chunk: SendChunk | None = None  # from the head of a response in chunks to its end
         self._send_timeout = send_timeout
         self._closing = closing
         self._more_headers = list(headers)
@@ -149,6 +150,7 @@ class Exchange:
             self._begin(message)
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if last:
+            self._send_chunk = None
             # An answer may come before the request is complete. To end it then would make the rest of the body arrive
             # at a stream that is gone: HTTP/1 resets the connection, and Hypercorn's HTTP/2 fails with all its streams.
             with trio.move_on_after(_LINGER_SECONDS):
@@ -263,8 +265,8 @@ class Exchange:
         headers = list(message.get("headers", []))
         fields = {name.lower(): value for name, value in headers}
         self._is_stream = b"event-stream" in fields.get(b"content-type", b"")
-        if not self._is_stream or b"content-length" in fields:
-            self._send_chunk = None
+        if self._is_stream and b"content-length" not in fields:
+            self._send_chunk = self._lent
         headers += [(b"x-request-id", self.request_id.encode()), *self._more_headers]
         if self._http1 and self._closing():
             headers.append((b"connection", b"close"))

@@ -269,7 +269,7 @@ class Connection(TCPServer):
 
 async def _lend(send_chunk: SendChunk, app: AppWrapper, scope: Any, *args: Any) -> None:
     """Call an application that may send chunks past Hypercorn, where answers can have some."""
-    if scope["type"] == "http" and scope["http_version"] == "1.1":
+    if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
         scope["extensions"][CHUNKS] = send_chunk
     await app(scope, *args)
 
