@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -34,10 +35,10 @@ def build_environment() -> dict[str, str]:
     several times faster.
     """
     keep_stores = ("-fno-dse", "-fno-tree-dse")
-    compiler = os.environ.get("CC", "cc")
+    compiler = shlex.split(os.environ.get("CC", "cc"))  # "ccache gcc" is one
     try:
         has_amx = "amx_int8" in Path("/proc/cpuinfo").read_text()
-        asked = [compiler, *keep_stores, "-E", "-x", "c", os.devnull]
+        asked = [*compiler, *keep_stores, "-E", "-x", "c", os.devnull]
         accepted = subprocess.run(asked, capture_output=True, check=False)
     except OSError:
         return {}
