@@ -22,8 +22,8 @@ class Pace:
     but where another program takes a core away from one of them, all the others wait for it, many times in each step,
     and one thread alone can be twice as fast, or a hundred times where waiting threads don't let go of their cores
     (``engine.llama.waiting``). That changes while a request runs, so it is tried again and again:
-    half as many threads soon and rather often, since that costs little where it is in vain; twice as many seldom, since
-    that may cost a lot. The answer doesn't depend on the number of threads, only its speed does.
+    half as many threads first, after a few steps and whenever steps get much slower; then twice as many again. Each
+    trial in vain makes the next one rarer. The answer doesn't depend on the number of threads, only its speed does.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Pace:
             return
         usual = median(self._recent) if self._recent else seconds
         if seconds > _SLUMP * usual:
-            # Once may be chance; the step after the next one tries fewer, unless the next is as quick as ever.
+            # Once may be chance: fewer are tried when there have been enough of these, unless one is as quick as ever.
             self._recent.clear()
             self._due["fewer"] = self._steps + 1
         elif seconds * _SLUMP < usual:
