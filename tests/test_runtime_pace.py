@@ -16,7 +16,7 @@ def run(pace: Pace, steps: int, times: dict[int, float], limit: int) -> list[int
     given = []
     for _ in range(steps):
         threads = pace.threads(limit)
-        pace.note(times[threads])
+        pace.note(threads, times[threads])
         given.append(threads)
     return given
 
@@ -89,3 +89,33 @@ def test_what_chance_makes_it_take_is_given_up_soon(slow):
     pace = Pace()
     run(pace, slow, {2: 0.016}, limit=2)
     assert run(pace, 200, QUIET, limit=2).count(1) <= 12
+
+
+def test_what_one_session_has_found_out_holds_for_the_next():
+    """They take turns, as the slots of a model do under a client that asks one thing after the other."""
+    pace = Pace()
+    given = [run(pace, 64, QUIET, limit=2).count(1) for _ in range(16)]
+    assert sum(given[:4]) <= 5
+    assert sum(given[4:]) <= 4
+
+
+def test_steps_side_by_side_are_one_trial():
+    pace, given = Pace(), []
+    for _ in range(200):
+        begun = [pace.threads(2) for _ in range(4)]
+        for threads in begun:
+            pace.note(threads, CROWDED[threads])
+        given.append(begun)
+    assert given[0] == [2] * 4
+    assert given[-20:].count([1] * 4) >= 19
+
+
+def test_a_step_that_was_begun_with_another_limit_tells_nothing():
+    told, untold = Pace(), Pace()
+    for pace in (told, untold):
+        run(pace, 20, QUIET, limit=4)
+        run(pace, 10, QUIET, limit=2)
+        if pace is told:
+            for _ in range(10):
+                pace.note(4, 1.0)
+    assert run(told, 100, QUIET, limit=2) == run(untold, 100, QUIET, limit=2)

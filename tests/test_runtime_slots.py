@@ -14,6 +14,7 @@ from trioserve.errors import EngineError, ServerBusyError, ShuttingDownError, Tr
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores, available_cores
 from trioserve.runtime.job import BUFFERED_EVENTS, Job
+from trioserve.runtime.pace import Pace, Paces
 from trioserve.runtime.private_place import PrivatePlace
 from trioserve.runtime.slot import Slot
 from trioserve.runtime.solo import Solo
@@ -545,7 +546,9 @@ def lone_slot(engine, model_file):
 def alone(session, cores):
     """A slot without a pool, whose batches have to do with its own session."""
     batches = BatchSessions(None, SessionOptions(), SessionOptions(), 1, lambda options: False)
-    place = PrivatePlace(session, Solo(trio.CapacityLimiter(1), cores, 0), batches, {"model": "lone"})
+    place = PrivatePlace(
+        session, Solo(trio.CapacityLimiter(1), cores, 0, Paces(Pace(), Pace())), batches, {"model": "lone"}
+    )
     return Slot(0, place, StallWatch("lone", 0, lambda slot, ailment: None))
 
 
@@ -628,7 +631,7 @@ async def test_the_short_last_piece_of_a_prompt_is_no_proof_for_fewer_threads(mo
     clock = {"now": 0.0}
     monkeypatch.setattr("trioserve.runtime.solo.time.perf_counter", lambda: clock["now"])
     session = Prompting(clock)
-    solo = Solo(trio.CapacityLimiter(1), Cores(2), 0)
+    solo = Solo(trio.CapacityLimiter(1), Cores(2), 0, Paces(Pace(), Pace()))
     for _ in range(100):
         job = Job([sequence()], lambda: None)
         job.feed(lambda work: 0, 1)
@@ -648,7 +651,7 @@ async def test_an_interrupted_step_is_no_proof_for_fewer_threads(monkeypatch):
             return [Token(0, 1, "x")]
 
     session = Decoding(clock)
-    solo = Solo(trio.CapacityLimiter(1), Cores(2), 0)
+    solo = Solo(trio.CapacityLimiter(1), Cores(2), 0, Paces(Pace(), Pace()))
     for _ in range(20):
         job = Job([sequence()], lambda: None)
         job.feed(lambda work: 0, 1)

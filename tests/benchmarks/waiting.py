@@ -43,8 +43,9 @@ def decode_on_request(model: str, threads: int, tokens: int, seconds: float, tri
         began, count = time.perf_counter(), 0
         while count < tokens and time.perf_counter() < began + seconds:
             before = time.perf_counter()
-            count += len(session.step(pace.threads(threads) if tried else threads))
-            pace.note(time.perf_counter() - before)
+            chosen = pace.threads(threads) if tried else threads
+            count += len(session.step(chosen))
+            pace.note(chosen, time.perf_counter() - before)
         speed = count / (time.perf_counter() - began)
         session.remove(sequence)
         print(speed, flush=True)

@@ -288,7 +288,7 @@ class Conductor:
         began = time.perf_counter()
         events = self.pulse.call("evaluating a step", self.session.step, threads, held)
         if pace is not None and events:
-            pace.note(time.perf_counter() - began)
+            pace.note(threads, time.perf_counter() - began)
         return events
 
     def _hand_out(self, events: Sequence[StepEvent]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from statistics import median
+from typing import NamedTuple
 
 _RECENT = 8  # steps that tell how long one takes at present
 _ENOUGH = 3  # steps without which a trial has nothing to be compared with: one alone may have met with anything
@@ -16,7 +18,7 @@ _LONGEST = {"fewer": 256, "more": 4096}
 
 
 class Pace:
-    """Chooses a number of threads for one kind of step of one session.
+    """Chooses a number of threads for one kind of step of sessions that are alike, which may be in any threads.
 
     The threads of a step meet after every operation. As long as each has a core of its own, more of them are faster;
     but where another program takes a core away from one of them, all the others wait for it, many times in each step,
@@ -27,6 +29,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._limit = 0
         self._chosen: dict[int, int] = {}  # for each limit that was met
         self._recent: deque[float] = deque(maxlen=_RECENT)
@@ -41,18 +44,29 @@ class Pace:
         Arguments:
             limit: the most it may take.
         """
-        if limit != self._limit:
-            self._start_over(limit)
-        if self._trial is None:
-            self._trial = self._next_trial()
-        return self._trial or self._current
+        with self._lock:
+            if limit != self._limit:
+                self._start_over(limit)
+            if self._trial is None:
+                self._trial = self._next_trial()
+            return self._trial or self._current
 
-    def note(self, seconds: float) -> None:
-        """Tell how long the step took that ``threads`` was asked for."""
-        self._steps += 1
-        if self._trial is not None:
-            self._judge(seconds)
-            return
+    def note(self, threads: int, seconds: float) -> None:
+        """Tell how long a step took.
+
+        Arguments:
+            threads: that it was taken with, as they were chosen here.
+            seconds: from its beginning to its end.
+        """
+        with self._lock:
+            if threads == self._trial:
+                self._steps += 1
+                self._judge(seconds)
+            elif threads == self._current:  # or it was begun before something changed, and tells nothing
+                self._steps += 1
+                self._compare(seconds)
+
+    def _compare(self, seconds: float) -> None:
         if seconds < _SHORT:
             return
         usual = median(self._recent) if self._recent else seconds
@@ -102,3 +116,10 @@ class Pace:
         else:
             self._interval[direction] = min(self._interval[direction] * _GROWTH, _LONGEST[direction])
             self._due[direction] = self._steps + self._interval[direction]
+
+
+class Paces(NamedTuple):
+    """Those of the private sessions of one model, which are alike: what one has found out holds for all."""
+
+    prefill: Pace
+    decode: Pace

@@ -28,6 +28,7 @@ from trioserve.runtime.arrangement import Arrangement, arrange
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.conductor import Conductor
 from trioserve.runtime.cores import Cores
+from trioserve.runtime.pace import Pace, Paces
 from trioserve.runtime.slot import Slot
 from trioserve.runtime.solo import Solo
 from trioserve.runtime.stage import PrivateStage, SharedStage, Stage
@@ -290,7 +291,8 @@ async def serve_pool(
         batches = BatchSessions(
             weights, arrangement.options, arrangement.private, config.batch_capacity, plan.has_room_for
         )
-        solos = [Solo(limiter, plan.cores, config.threads) for _ in range(config.slots)]
+        paces = Paces(Pace(), Pace())
+        solos = [Solo(limiter, plan.cores, config.threads, paces) for _ in range(config.slots)]
         stage: Stage
         if arrangement.fused:
             conductor = Conductor(sessions[0], limiter, plan.cores, config.threads, batches, {"model": config.id})

@@ -13,7 +13,7 @@ from trioserve.engine.base import Session, StepEvent
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.job import Job
-from trioserve.runtime.pace import Pace
+from trioserve.runtime.pace import Paces
 from trioserve.runtime.pulse import Pulse
 
 T = TypeVar("T")
@@ -27,20 +27,20 @@ class Solo:
         limiter: the model's own.
         cores: where it asks for its share of threads.
         threads: cores that the model may use; 0 is all.
+        paces: of the model.
 
     Attributes:
         pulse: of its worker thread.
         proven: whether the session of the latest job was found in order after it.
     """
 
-    def __init__(self, limiter: trio.CapacityLimiter, cores: Cores, threads: int) -> None:
+    def __init__(self, limiter: trio.CapacityLimiter, cores: Cores, threads: int, paces: Paces) -> None:
         self.pulse = Pulse()
         self.proven = True
         self._limiter = limiter
         self._cores = cores
         self._threads = threads
-        self._prefill_pace = Pace()
-        self._decode_pace = Pace()
+        self._paces = paces
 
     async def call(self, doing: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Call the engine in a worker thread; see ``Pulse.call``."""
@@ -107,11 +107,11 @@ class Solo:
     def _step(self, session: Session, job: Job) -> Sequence[StepEvent]:
         """Take one step, with as many threads as are its share and worth having."""
         prefilling = job.prefilling
-        pace = self._prefill_pace if prefilling else self._decode_pace
+        pace = self._paces.prefill if prefilling else self._paces.decode
         threads = pace.threads(self._cores.share(self._threads))
         began = time.perf_counter()
         events = self.pulse.call("evaluating a step", session.step, threads)
         # The last piece of a prompt is of any length, and an interrupted step of none: they prove nothing.
         if job.wanted and not (prefilling and events):
-            pace.note(time.perf_counter() - began)
+            pace.note(threads, time.perf_counter() - began)
         return events
