@@ -153,6 +153,31 @@ def test_next_tokens_wait_for_a_bounded_piece_of_prompts_and_alone_those_get_mor
     core.remove(first)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "pieces"), [(8, [8]), (10, [10]), (11, [8, 3]), (18, [8, 10]), (19, [8, 8, 3])], ids=str
+)
+def test_a_short_rest_of_a_prompt_makes_no_step_of_its_own(prompt, pieces):
+    context = ScriptedContext()
+    core = core_over(context, n_batch=40, chunk=16, beside=8)
+    core.add(asking([1], max_tokens=20))
+    core.step(1)
+    late = core.add(asking(counted(100, prompt), max_tokens=1))
+    for _ in pieces:
+        core.step(1)
+    assert [[cell.sequence for cell in batch].count(late) for batch in context.batches[1:]] == pieces
+
+
+@pytest.mark.parametrize("more", [{"chunk": 8}, {"n_batch": 10, "chunk": 16}], ids=str)
+def test_a_rest_goes_along_only_where_there_is_room_for_it(more):
+    context = ScriptedContext()
+    core = core_over(context, **{"n_batch": 40, "beside": 8, **more})
+    core.add(asking([1], max_tokens=20))
+    core.step(1)
+    late = core.add(asking(counted(100, 10), max_tokens=1))
+    core.step(1)
+    assert [cell.sequence for cell in context.batches[1]].count(late) == 8
+
+
 def test_the_prompt_that_is_nearest_to_its_end_goes_first():
     context = ScriptedContext()
     core = core_over(context, n_batch=8, chunk=8)

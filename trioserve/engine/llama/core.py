@@ -329,12 +329,23 @@ class DecodeCore:
         self._steps += 1
         first = prompts[0] if prompts and self._steps % _TURN == 0 else None
         for live in sorted(prompts, key=lambda live: (live is not first, len(live.pending))):
-            whole = len(live.pending) <= left
-            count = _piece(len(live.pending), chunk, left) if whole or left == all_of_it else 0
+            if left == all_of_it < len(live.pending) <= self._most(all_of_it, len(counts)):
+                count = len(live.pending)
+            elif len(live.pending) <= left or left == all_of_it:
+                count = _piece(len(live.pending), chunk, left)
+            else:
+                continue
             if count:
                 counts[live] = count
-                left -= count
+                left = max(left - count, 0)
         return counts
+
+    def _most(self, share: int, singles: int) -> int:
+        """How long a prompt may be to go whole where so many tokens are its share.
+
+        A short rest would take a step of its own, which lasts nearly as long as the one before it.
+        """
+        return min(share + share // 4, self._chunk, self._batch.capacity - singles)
 
     def _bridges(self, counts: Mapping[_Live, int]) -> list[int]:
         """Idle sequences between those that get a next token.
