@@ -143,6 +143,12 @@ def bench_forms(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_sampling(session: nox.Session) -> None:
+    """What it costs to choose tokens: nox -s bench_sampling -- [--vocab 128256] [--rows 1,4,16] [--threads 2]."""
+    run(session, "tests.benchmarks.sampling", *session.posargs)
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
     """Slow and dead clients, three ways: nox -s faults -- --ways serve --faults "stops reading"."""
     with session.chdir(ROOT / "tests"):

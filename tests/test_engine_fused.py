@@ -1,6 +1,7 @@
 """Sequences of one context: what each is given, beside any others, and how tokens are chosen for all of them."""
 
 import random
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -196,8 +197,9 @@ class Table:
 class Fixed:
     """A sampler that chooses by its own rule."""
 
-    def __init__(self, rule=None):
+    def __init__(self, rule=None, *, quick=False):
         self.plain = rule is None
+        self.quick = quick
         self.banned = None
         self._rule = rule
 
@@ -227,6 +229,27 @@ def test_each_row_is_chosen_by_its_own_sampler_whichever_way(threads):
     chooser.close()
     expected = [one.choose(table, row) for one, row in zip(samplers, table.rows, strict=True)]
     assert choices == expected
+
+
+@pytest.mark.parametrize(("quick", "slow", "most"), [(7, 0, 1), (8, 0, 2), (16, 0, 4), (3, 1, 1), (4, 1, 2), (0, 3, 3)])
+def test_rows_that_are_chosen_quickly_share_threads(quick, slow, most):
+    table = Table((row, np.eye(1, 20, row, dtype=np.float32)[0]) for row in range(quick + slow))
+    together = threading.Barrier(most)  # which breaks where the first rows of the threads don't meet
+    first, used = threading.local(), set()
+
+    def meeting(logits):
+        if not hasattr(first, "met"):
+            first.met = True
+            together.wait(10)
+        used.add(threading.get_ident())
+        return least(logits)
+
+    samplers = [Fixed(meeting, quick=row < quick) for row in range(quick + slow)]
+    chooser = Chooser(table)
+    choices = chooser.choose(rows_of(table, samplers), len(samplers), 4)
+    chooser.close()
+    assert [token for token, _ in choices] == [least(logits) for logits in table.rows.values()]
+    assert len(used) == most
 
 
 @pytest.mark.parametrize("threads", [1, 4])

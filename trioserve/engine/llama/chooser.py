@@ -11,6 +11,7 @@ from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.sampler import Sampler
 
 _MOST_THREADS = 8  # 16 rows of a vocabulary of 128 thousand took as long with more
+_QUICK_ROWS = 4  # of this many that are chosen from few tokens, a thread is worth waking
 
 
 class Row(NamedTuple):
@@ -80,8 +81,9 @@ class Chooser:
             return {}
         # The first look at the logits waits for the device and puts the rows in order; those that follow only read.
         self._context.logits(rows[0].number)
-        count = min(threads, len(rows), _MOST_THREADS)
-        if count == 1:
+        quick = sum(row.sampler.quick for row in rows)
+        count = min(threads, len(rows) - quick + quick // _QUICK_ROWS, _MOST_THREADS)
+        if count <= 1:
             return self._choose_all(rows)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_MOST_THREADS, "sampling")

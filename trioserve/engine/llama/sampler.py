@@ -14,6 +14,7 @@ import numpy.typing as npt
 from trioserve.engine.base import ConstraintError, Likelihood, TokenLogprob
 from trioserve.engine.llama.constraint import Matcher
 from trioserve.engine.llama.context import Context
+from trioserve.engine.llama.shortlist import draw, reach, shortlist
 from trioserve.engine.llama.triggered import Triggered
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.sampling import Dry, Sampling
@@ -59,6 +60,8 @@ class Sampler:
         # Looking for what is left takes longer than most of the chain.
         self._may_leave_none = matcher is not None or len(never) >= vocabulary.size
         self._logprobs = logprobs
+        self._sampling = sampling
+        self._prompt, self._answer = len(prompt), 0  # tokens
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.
         self._chain = (
             None if sampling.greedy and not sampling.penalised else _chain(vocabulary, sampling, prompt, n_ctx)
@@ -73,6 +76,15 @@ class Sampler:
     def plain(self) -> bool:
         """Whether it chooses the likeliest token that isn't banned, and nothing is told about it."""
         return self._chain is None and self._matcher is None and self._logprobs is None
+
+    @property
+    def quick(self) -> bool:
+        """Whether the next choice can fall on the likeliest tokens alone, and doesn't take long."""
+        return self._logprobs is None and (self._chain is None or self._reach is not None)
+
+    @property
+    def _reach(self) -> int | None:
+        return reach(self._sampling, self._prompt, self._answer)
 
     def choose(self, context: Context, row: int) -> tuple[int, Likelihood | None]:
         """Choose the token that follows a row of the last batch, and take note of it.
@@ -91,22 +103,26 @@ class Sampler:
         return token, self._likelihood(before, token, self._logprobs)
 
     def _choose(self, context: Context, row: int) -> int:
-        if self._chain is None or self.banned is not None or self._matcher is not None:
-            logits = context.logits(row)
-            if self.banned is not None:
-                logits[self.banned] = -np.inf
-            if self._matcher is not None:
-                self._matcher.restrict(logits)
-            if self._may_leave_none and logits.max() == -np.inf:
-                raise ConstraintError("no token is left that its form and logit_bias allow")
-        token = (
-            int(logits.argmax())
-            if self._chain is None
-            else int(llama_cpp.llama_sampler_sample(self._chain, context.pointer, row))
-        )
+        logits = context.logits(row)
+        if self.banned is not None:
+            logits[self.banned] = -np.inf
+        if self._matcher is not None:
+            self._matcher.restrict(logits)
+        if self._may_leave_none and logits.max() == -np.inf:
+            raise ConstraintError("no token is left that its form and logit_bias allow")
+        token = int(logits.argmax()) if self._chain is None else self._draw(context, row, logits)
         if self._matcher is not None:
             self._matcher.accept(token)
+        self._answer += 1
         return token
+
+    def _draw(self, context: Context, row: int, logits: npt.NDArray[np.float32]) -> int:
+        """Have the chain choose, among few tokens where that is the same: it takes long to go through them all."""
+        most = self._reach
+        tokens = None if most is None else shortlist(logits, most)
+        if tokens is None:
+            return int(llama_cpp.llama_sampler_sample(self._chain, context.pointer, row))
+        return draw(self._chain, logits, tokens)
 
     def _likelihood(self, logits: npt.NDArray[np.float32], token: int, top: int) -> Likelihood:
         shifted = logits.astype(np.float64) - logits.max()
