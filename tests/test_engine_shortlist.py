@@ -142,3 +142,18 @@ def test_answers_of_a_model_are_those_of_llama_cpps_own_way_through_all_tokens(m
         monkeypatch.setattr(sampler_module, "shortlist", lambda *_: None)
         assert answers() == few
     assert len(set(map(tuple, few))) > 10
+
+
+@pytest.mark.parametrize("top", [0, 1, 20, 300])
+@pytest.mark.parametrize("spread", [0.0, 3.0, 1e4])
+def test_likelihoods_of_a_large_vocabulary_are_those_of_its_distribution(top, spread):
+    logits = (np.random.default_rng(1).standard_normal(VOCAB) * spread).astype(np.float32)
+    logits[9] = -np.inf
+    exact = logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64))
+    vocabulary = SimpleNamespace(size=VOCAB, pointer=None, text_piece=lambda _: b"")
+    sampler = Sampler(vocabulary, GREEDY, PROMPT, 2048, logprobs=top)
+    token, likelihood = sampler.choose(SimpleNamespace(logits=lambda _: logits, pointer=None), 0)
+    assert [said.token for said in likelihood.top] == list(np.argsort(-logits, kind="stable")[:top])
+    for said in (likelihood.chosen, *likelihood.top):
+        assert said.logprob == pytest.approx(exact[said.token], abs=1e-5, rel=1e-6)
+    assert likelihood.chosen.token == token

@@ -125,15 +125,17 @@ class Sampler:
         return draw(self._chain, logits, tokens)
 
     def _likelihood(self, logits: npt.NDArray[np.float32], token: int, top: int) -> Likelihood:
-        shifted = logits.astype(np.float64) - logits.max()
-        logprobs = shifted - np.log(np.exp(shifted).sum())
-        best = np.argpartition(logprobs, -top)[-top:] if top else np.empty(0, np.intp)
-        best = best[np.argsort(-logprobs[best], kind="stable")]
-        said = [self._said(int(other), logprobs) for other in best]
-        return Likelihood(self._said(token, logprobs), tuple(said))
+        most = logits.max()
+        norm = float(np.log(np.exp(logits - most).sum(dtype=np.float64)))
 
-    def _said(self, token: int, logprobs: npt.NDArray[np.float64]) -> TokenLogprob:
-        return TokenLogprob(token, self._vocabulary.text_piece(token), float(logprobs[token]))
+        def said(one: int) -> TokenLogprob:
+            return TokenLogprob(one, self._vocabulary.text_piece(one), float(logits[one]) - float(most) - norm)
+
+        tokens = shortlist(logits, top) if top else np.empty(0, np.intp)
+        if tokens is None:
+            tokens = np.arange(len(logits))
+        best = tokens[np.argsort(-logits[tokens], kind="stable")[:top]]
+        return Likelihood(said(token), tuple(said(int(other)) for other in best))
 
     def close(self) -> None:
         """Free the chain. Idempotent."""
