@@ -46,6 +46,7 @@ def microseconds(table: npt.NDArray[np.float32], sampling: Sampling, threads: in
     """The median time to choose a token for each row."""
     every = np.arange(table.shape[1])
     cast(Any, sampler_module).shortlist = shortlist if short else lambda *_: every
+    cast(Any, Sampler).quick = short  # the others are worth threads
     rows = [
         Row(Sampler(cast(Any, SimpleNamespace(size=table.shape[1], pointer=None)), sampling, PROMPT, 2048), row, row)
         for row in range(len(table))

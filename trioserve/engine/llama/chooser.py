@@ -11,7 +11,6 @@ from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.sampler import Sampler
 
 _MOST_THREADS = 8  # 16 rows of a vocabulary of 128 thousand took as long with more
-_QUICK_ROWS = 4  # of this many that are chosen from few tokens, a thread is worth waking
 
 
 class Row(NamedTuple):
@@ -76,19 +75,22 @@ class Chooser:
         }
 
     def _choose_apart(self, rows: Sequence[Row], threads: int) -> dict[Row, Choice]:
-        """Choose row by row, in threads where that is worth it: the calls into llama.cpp let go of the GIL."""
+        """Choose row by row, the slow ones in threads: their calls into llama.cpp let go of the GIL."""
         if not rows:
             return {}
         # The first look at the logits waits for the device and puts the rows in order; those that follow only read.
         self._context.logits(rows[0].number)
-        quick = sum(row.sampler.quick for row in rows)
-        count = min(threads, len(rows) - quick + quick // _QUICK_ROWS, _MOST_THREADS)
+        quick = [row for row in rows if row.sampler.quick]
+        slow = [row for row in rows if not row.sampler.quick]
+        count = min(threads, len(slow) + bool(quick), _MOST_THREADS)
         if count <= 1:
             return self._choose_all(rows)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_MOST_THREADS, "sampling")
-        shares = [self._pool.submit(self._choose_all, rows[start::count]) for start in range(1, count)]
-        choices = self._choose_all(rows[::count])
+        own = quick or slow[: len(slow) // count]
+        rest = slow if quick else slow[len(own) :]
+        shares = [self._pool.submit(self._choose_all, rest[start :: count - 1]) for start in range(count - 1)]
+        choices = self._choose_all(own)
         for share in shares:
             choices.update(share.result())
         return choices
