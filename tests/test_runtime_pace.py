@@ -119,3 +119,41 @@ def test_a_step_that_was_begun_with_another_limit_tells_nothing():
             for _ in range(10):
                 pace.note(4, 1.0)
     assert run(told, 100, QUIET, limit=2) == run(untold, 100, QUIET, limit=2)
+
+
+def test_one_lucky_step_of_a_trial_changes_nothing():
+    pace = Pace()
+    given = run(pace, 3, QUIET, limit=2)
+    given += run(pace, 1, {1: 0.001, 2: 0.009}, limit=2)
+    given += run(pace, 200, QUIET, limit=2)
+    assert given[3] == 1
+    assert given.count(1) <= 6
+
+
+def test_one_unlucky_step_does_not_keep_it_from_more_threads():
+    pace = Pace()
+    run(pace, 100, CROWDED, limit=2)
+    given = [1]
+    while given[-1] == 1:  # the first step of the next trial is disturbed
+        given += run(pace, 1, {1: 0.014, 2: 0.02}, limit=2)
+    given += run(pace, 2, QUIET, limit=2)
+    assert given[-3:] == [2, 2, 2]
+    assert run(pace, 200, QUIET, limit=2).count(2) >= 195
+
+
+def test_what_a_limit_has_taught_is_not_paid_for_again_when_it_comes_back():
+    """As where a second client comes and goes all the time."""
+    pace = Pace()
+    run(pace, 500, QUIET, limit=2)
+    given = []
+    for _ in range(20):
+        run(pace, 20, QUIET, limit=1)
+        given += run(pace, 20, QUIET, limit=2)
+    assert given.count(1) <= 4
+
+
+def test_a_crowd_that_came_meanwhile_is_noticed_soon():
+    pace = Pace()
+    run(pace, 500, QUIET, limit=2)
+    run(pace, 20, QUIET, limit=1)
+    assert run(pace, 10, CROWDED, limit=2)[-5:] == [1] * 5

@@ -9,10 +9,15 @@ from typing import NamedTuple
 
 _RECENT = 8  # steps that tell how long one takes at present
 _ENOUGH = 3  # steps without which a trial has nothing to be compared with: one alone may have met with anything
+_PROOF = 2  # steps of a trial that have to be faster: one may have met with anything, too
+_PATIENCE = {
+    "fewer": 1,
+    "more": 2,
+}  # so many slow ones end it: where others are at work, more threads soon meet with them
 _MARGIN = 0.9  # a trial must be faster by a tenth to change anything
 _SHORT = 0.001  # seconds; on shorter steps there is nothing to win
-_SLUMP = 2.5  # a step that takes so many times longer than usual asks for a trial
-_FIRST = {"fewer": 3, "more": 8}  # steps until the first trial
+_SLUMP = 2.5  # a step that takes so many times longer than usual asks for a trial, or ends one
+_FIRST = {"fewer": 3, "more": 6}  # steps until the first trial
 _GROWTH = 4  # after each trial in vain the next one is so many times further away
 _LONGEST = {"fewer": 256, "more": 4096}
 
@@ -30,13 +35,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._limit = 0
-        self._chosen: dict[int, int] = {}  # for each limit that was met
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._trial: int | None = None
-        self._steps = 0
-        self._due = dict(_FIRST)
-        self._interval = dict(_FIRST)
+        self._searches: dict[int, _Search] = {}  # for each limit that was met: other neighbours, other times
+        self._search: _Search | None = None
 
     def threads(self, limit: int) -> int:
         """Threads for the next step.
@@ -45,11 +45,10 @@ class Pace:
             limit: the most it may take.
         """
         with self._lock:
-            if limit != self._limit:
-                self._start_over(limit)
-            if self._trial is None:
-                self._trial = self._next_trial()
-            return self._trial or self._current
+            if self._search is None or self._search.limit != limit:
+                self._search = self._searches.setdefault(limit, _Search(limit))
+                self._search.resume()
+            return self._search.threads()
 
     def note(self, threads: int, seconds: float) -> None:
         """Tell how long a step took.
@@ -59,12 +58,44 @@ class Pace:
             seconds: from its beginning to its end.
         """
         with self._lock:
-            if threads == self._trial:
-                self._steps += 1
-                self._judge(seconds)
-            elif threads == self._current:  # or it was begun before something changed, and tells nothing
-                self._steps += 1
-                self._compare(seconds)
+            if self._search is not None:
+                self._search.note(threads, seconds)
+
+
+class _Search:
+    """Of the best number of threads up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._current = limit
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._trial: int | None = None
+        self._tried: list[float] = []
+        self._steps = 0
+        self._due = dict(_FIRST)
+        self._interval = dict(_FIRST)
+
+    def resume(self) -> None:
+        """Go on after a time with another limit. What was found remains, and soon shows whether it still holds."""
+        self._end_trial()
+        self._due = {direction: max(due, self._steps + _RECENT) for direction, due in self._due.items()}
+        if not self._recent:
+            self._due["fewer"] = self._steps + _FIRST["fewer"]
+
+    def threads(self) -> int:
+        """Threads for the next step."""
+        if self._trial is None:
+            self._trial = self._next_trial()
+        return self._trial or self._current
+
+    def note(self, threads: int, seconds: float) -> None:
+        """See ``Pace.note``."""
+        if threads == self._trial:
+            self._steps += 1
+            self._judge(seconds)
+        elif threads == self._current:  # or it was begun before something changed, and tells nothing
+            self._steps += 1
+            self._compare(seconds)
 
     def _compare(self, seconds: float) -> None:
         if seconds < _SHORT:
@@ -79,43 +110,47 @@ class Pace:
             self._due["fewer"] = self._steps + self._interval["fewer"]
         self._recent.append(seconds)
 
-    @property
-    def _current(self) -> int:
-        return self._chosen.get(self._limit, self._limit)
-
-    def _start_over(self, limit: int) -> None:
-        """Other neighbours, other times: only the choice for this limit is remembered."""
-        self._limit = limit
-        self._recent.clear()
-        self._trial = None
-        self._steps = 0
-        self._due, self._interval = dict(_FIRST), dict(_FIRST)
-
     def _next_trial(self) -> int | None:
         if len(self._recent) < _ENOUGH:
             return None
-        current = self._current
-        if current > 1 and self._steps >= self._due["fewer"]:
-            return current // 2
-        if current < self._limit and self._steps >= self._due["more"]:
-            return min(2 * current, self._limit)
+        if self._current > 1 and self._steps >= self._due["fewer"]:
+            return self._current // 2
+        if self._current < self.limit and self._steps >= self._due["more"]:
+            return min(2 * self._current, self.limit)
         return None
 
     def _judge(self, seconds: float) -> None:
-        trial, self._trial = self._trial, None
-        assert trial is not None, "only a trial is judged"
-        direction = "fewer" if trial < self._current else "more"
-        if seconds < _MARGIN * median(self._recent):
-            self._chosen[self._limit] = trial
-            self._recent.clear()
-            self._recent.append(seconds)
-            self._interval = dict(_FIRST)
-            # What was left behind is not tried again soon, or a lucky step would be paid for twice.
-            back = "more" if direction == "fewer" else "fewer"
-            self._due = {direction: self._steps + _FIRST[direction], back: self._steps + _FIRST["more"]}
-        else:
+        """Take one step of a trial into account, and end it when it has shown enough."""
+        usual, direction = median(self._recent), self._direction
+        self._tried.append(seconds)
+        faster = sum(tried < _MARGIN * usual for tried in self._tried)
+        if faster == _PROOF:
+            self._adopt()
+        elif seconds > _SLUMP * usual or len(self._tried) - faster == _PATIENCE[direction]:
             self._interval[direction] = min(self._interval[direction] * _GROWTH, _LONGEST[direction])
             self._due[direction] = self._steps + self._interval[direction]
+            self._end_trial()
+
+    def _adopt(self) -> None:
+        direction = self._direction
+        assert self._trial is not None, "only a trial is adopted"
+        self._current = self._trial
+        self._recent.clear()
+        self._recent.extend(self._tried)
+        self._interval = dict(_FIRST)
+        # What was left behind is not tried again soon, or a lucky step would be paid for twice.
+        back = "more" if direction == "fewer" else "fewer"
+        self._due = {direction: self._steps + _FIRST[direction], back: self._steps + _FIRST["more"]}
+        self._end_trial()
+
+    @property
+    def _direction(self) -> str:
+        assert self._trial is not None, "asked of a trial"
+        return "fewer" if self._trial < self._current else "more"
+
+    def _end_trial(self) -> None:
+        self._trial = None
+        self._tried = []
 
 
 class Paces(NamedTuple):
