@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import BOS, Answer, answer, asking, finish, loaded, opened, tiny_model, tiny_windowed
+from tiny_models import BOS, GREEDY, Answer, answer, asking, finish, loaded, opened, tiny_model, tiny_windowed
 
 from trioserve.engine.base import Failed, Finished, FinishReason, SequenceRequest, Token
 from trioserve.engine.llama import context as context_module
 from trioserve.engine.llama.context import Context, Outcome
 from trioserve.engine.llama.core import DecodeCore
+from trioserve.engine.sampling import Sampling
 
 MAX_SEQUENCES = 4
 N_CTX = 64
@@ -40,6 +41,7 @@ class ScriptedContext:
         self.errors = ["the script says so"]
         self.interrupted = False
         self.closed = 0
+        self.copied = 0
 
     def decode(self, batch, threads):
         struct = batch.struct
@@ -70,6 +72,11 @@ class ScriptedContext:
         kept = tokens if whole or self.truncates else 0
         del self.memory[sequence][kept:]
         return whole or self.truncates
+
+    def copy(self, source, target, tokens):
+        self.memory[target] = self.memory[source][:]
+        self.copied += 1
+        return self.truncate(target, tokens)
 
     def lower(self):
         self.interrupted = False
@@ -624,6 +631,141 @@ def test_only_the_first_prompt_of_a_step_is_cut_up():
     assert [cell.sequence for cell in context.batches[0]] == [0] * 6
 
 
+# --- sequences that begin alike ---
+
+ALIKE = counted(1, 50)
+
+
+def evaluated(context, number):
+    return [cell.token for batch in context.batches for cell in batch if cell.sequence == number]
+
+
+def roomy(context, **sizes):
+    return core_over(context, **{"n_batch": 100, "chunk": 20, "beside": 20, "n_ctx": 200, **sizes})
+
+
+def test_one_of_the_prompts_that_are_alike_is_evaluated_and_copied():
+    context = ScriptedContext()
+    core = roomy(context)
+    numbers = [core.add(asking(ALIKE, 3, reuse=False)) for _ in range(4)]
+    answers = finish(core, *numbers)
+    assert [answer.tokens for answer in answers] == [counted(51, 3)] * 4
+    assert [answer.end.cached for answer in answers] == [0, 48, 48, 48]
+    assert evaluated(context, numbers[0]) == [*ALIKE, 51, 52]
+    for number in numbers[1:]:
+        assert evaluated(context, number) == [*ALIKE[-2:], 51, 52]
+    assert context.copied == 3
+
+
+def test_what_prompts_begin_with_is_copied_as_soon_as_it_is_there():
+    context = ScriptedContext()
+    core = roomy(context)
+    long, short = core.add(asking(counted(1, 100), 3)), core.add(asking([*counted(1, 40), *counted(150, 10)], 3))
+    answers = finish(core, long, short)
+    assert [answer.tokens for answer in answers] == [counted(101, 3), counted(160, 3)]
+    assert evaluated(context, short)[:10] == counted(150, 10)
+    first = next(index for index, batch in enumerate(context.batches) if any(cell.sequence == short for cell in batch))
+    assert first == 2, "after two pieces of 20"
+
+
+def test_a_sequence_that_is_at_its_answer_is_copied_at_once():
+    context = ScriptedContext()
+    core = roomy(context)
+    early = core.add(asking(ALIKE, 30))
+    while len(context.batches) < 10:
+        core.step(1)
+    late = core.add(asking(ALIKE, 3))
+    core.step(1)
+    assert evaluated(context, late) == ALIKE[-2:]
+    assert context.memory[late] == ALIKE
+    assert context.memory[early][:50] == ALIKE
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [(counted(1, 33), {}), ([9, *ALIKE[1:]], {}), (ALIKE, {"share": False})],
+    ids=["short", "other", "not to be shared"],
+)
+def test_prompts_that_have_little_in_common_or_share_nothing_are_evaluated_side_by_side(prompt, fields):
+    context = ScriptedContext()
+    core = roomy(context, chunk=100)
+    core.add(asking(ALIKE, 3))
+    core.add(asking(prompt, 3, **fields))
+    core.step(1)
+    assert len(context.batches[0]) == len(ALIKE) + len(prompt)
+
+
+def test_a_copy_of_a_large_cache_has_to_save_more():
+    context = ScriptedContext()
+    core = roomy(context, n_ctx=64 * 60, chunk=200)
+    for _ in range(2):
+        core.add(asking(ALIKE, 3))
+    core.step(1)
+    assert len(context.batches[0]) == 2 * len(ALIKE)
+
+
+def test_those_who_wait_go_on_when_their_leader_ends_with_its_prompt():
+    context = ScriptedContext()
+    core = roomy(context)
+    numbers = [core.add(asking(ALIKE, 1)) for _ in range(3)]
+    ended = []
+    while len(ended) < 3:
+        for event in core.step(1):
+            if isinstance(event, Finished):
+                ended.append(event.sequence)
+                core.remove(event.sequence)
+    assert [len(evaluated(context, number)) for number in numbers] == [50, 2, 2]
+
+
+def test_the_first_of_those_who_wait_takes_the_lead_of_one_that_is_given_up():
+    context = ScriptedContext()
+    core = roomy(context)
+    given_up, *numbers = [core.add(asking(ALIKE, 2)) for _ in range(4)]
+    core.step(1)
+    core.remove(given_up)
+    answers = finish(core, *numbers)
+    assert [answer.tokens for answer in answers] == [counted(51, 2)] * 3
+    assert [answer.end.cached for answer in answers] == [0, 48, 48]
+    assert context.copied == 2
+
+
+def test_nobody_waits_for_a_prompt_that_is_held():
+    context = ScriptedContext()
+    core = roomy(context)
+    leader, other = (core.add(asking(ALIKE, 2)) for _ in range(2))
+    core.step(1)
+    tokens = [event.token for _ in range(4) for event in core.step(1, [leader]) if isinstance(event, Token)]
+    assert tokens == counted(51, 2)
+    assert evaluated(context, other) == [*ALIKE, 51]
+
+
+def test_a_model_that_cannot_forget_a_part_evaluates_each_prompt():
+    context = ScriptedContext(truncates=False)
+    core = roomy(context)
+    numbers = [core.add(asking(ALIKE, 2)) for _ in range(3)]
+    answers = finish(core, *numbers)
+    assert [answer.tokens for answer in answers] == [counted(51, 2)] * 3
+    assert [answer.end.cached for answer in answers] == [0, 0, 0]
+    for number in numbers:
+        core.remove(number)
+    context.batches.clear()
+    for _ in range(2):
+        core.add(asking(ALIKE, 2))
+    core.step(1)
+    assert len({cell.sequence for cell in context.batches[0]}) == 1, "the first piece of the first"
+    assert [live.leader for live in core._live.values()] == [None, None], "and nobody waits for it any more"
+
+
+def test_an_interrupt_before_the_copy_leaves_all_of_them_to_go_on():
+    context = ScriptedContext([Outcome.DONE, Outcome.INTERRUPTED])
+    core = roomy(context)
+    numbers = [core.add(asking(ALIKE, 2)) for _ in range(3)]
+    core.step(1)
+    core.step(1)
+    core.resume()
+    assert [answer.tokens for answer in finish(core, *numbers)] == [counted(51, 2)] * 3
+
+
 Plan = collections.namedtuple("Plan", "joins_at start length max_tokens leaves_at")
 plans = st.builds(
     Plan,
@@ -1082,3 +1224,36 @@ def test_nothing_is_kept_of_a_sequence_whose_sampler_could_not_be_made(monkeypat
         core.add(asking([*counted(10, 5), 90, 91, 92]))
     assert core.history == counted(10, 5)
     assert context.memory[0] == counted(10, 5)
+
+
+# --- prompts that are alike, on real contexts ---
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+@pytest.mark.parametrize("common", [LONG, 400], ids=["the same", "the same beginning"])
+def test_copies_of_a_beginning_answer_as_if_they_had_evaluated_it(shaped, common, kv_dtype):
+    prompts = [prompt_of(shaped, LONG)[:common] + prompt_of(shaped, LONG, seed)[common:] for seed in range(4)]
+    sampling = [GREEDY, *(Sampling(temperature=2.0, top_k=0, min_p=0.0, seed=seed) for seed in range(3))]
+    requests = [asking(prompt, 12, one, ignore_eos=True) for prompt, one in zip(prompts, sampling, strict=True)]
+    with opened(shaped, n_ctx=1024, kv_dtype=kv_dtype) as session:
+        alone = [answer(session, request).tokens for request in requests]
+    with opened(shaped, n_ctx=1024, max_sequences=4, kv_dtype=kv_dtype) as session:
+        numbers = [session.add(request) for request in requests]
+        beside = finish(session, *numbers)
+        assert session.is_sound(4)
+        for number in numbers:
+            session.remove(number)
+        assert session.is_sound()
+    assert [one.tokens for one in beside] == alone
+    assert [one.end.cached for one in beside] == [0, *[min(common, LONG - 2)] * 3]
+
+
+def test_copies_work_where_layers_look_back_over_a_window():
+    with loaded(tiny_windowed()) as weights:
+        request = asking(prompt_of(weights, 200), 12, ignore_eos=True)
+        with opened(weights) as session:
+            alone = answer(session, request).tokens
+        with opened(weights, max_sequences=3) as session:
+            beside = finish(session, *[session.add(request) for _ in range(3)])
+    assert [one.tokens for one in beside] == [alone] * 3
+    assert [one.end.cached for one in beside] == [0, 198, 198]

@@ -168,6 +168,7 @@ class SequenceRequest:
         logprobs: how many of the most likely tokens to report with each token; None reports nothing.
         constraint: what the answer has to look like; checked by ``Weights.check_constraint``.
         reuse: begin with what the session has kept of an earlier sequence, where that began in the same way.
+        share: begin with what a sequence at work in the same session has evaluated, where that begins in the same way.
     """
 
     prompt: Sequence[int]
@@ -178,6 +179,7 @@ class SequenceRequest:
     logprobs: int | None = None
     constraint: Constraint | None = None
     reuse: bool = True
+    share: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,7 @@ class Finished:
         sequence: which one.
         reason: why.
         text: what was still held back.
-        cached: tokens of its prompt that the session had kept of an earlier sequence.
+        cached: tokens of its prompt that were there already, of an earlier sequence or one at work beside it.
         stop: the stop string that ended it, where one did.
     """
 

@@ -141,7 +141,8 @@ class _ServiceCollector(Collector):
         yield tokens("prompt_tokens", "Tokens of the prompts that a slot has begun.", lambda one: one.prompt_tokens)
         yield tokens(
             "prompt_tokens_cached",
-            "Those of them that a slot had kept of an earlier prompt, in answers that ended.",
+            "Those of them that were there already, kept of an earlier prompt or shared with one at work, "
+            "in answers that ended.",
             lambda one: one.cached_tokens,
         )
         yield tokens(

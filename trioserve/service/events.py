@@ -15,7 +15,7 @@ class Usage:
     Attributes:
         prompt_tokens: of the prompt.
         completion_tokens: of the answer.
-        cached_tokens: those of the prompt that the slot had kept of an earlier one.
+        cached_tokens: those of the prompt that were there already, of an earlier one or one at work beside it.
     """
 
     prompt_tokens: int

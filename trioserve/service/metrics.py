@@ -59,7 +59,7 @@ class ModelMetrics:
 
     Attributes:
         prompt_tokens: of the prompts that were begun.
-        cached_tokens: those of them that a slot had kept of an earlier prompt, in answers that ended.
+        cached_tokens: those of them that were there already, in answers that ended.
         completion_tokens: that were handed to those who asked.
         queue_wait: from a request's entry until it got a slot.
         first_token: from a request's entry to the first token of its answer.

@@ -250,6 +250,7 @@ def prepare(pool: Pool, request: GenerationRequest) -> tuple[SequenceRequest, Ex
         logprobs=request.logprobs,
         constraint=constraint,
         reuse=request.cache_prompt and pool.config.cache_prompt,
+        share=request.cache_prompt and pool.config.cache_prompt,
     )
     return sequence, expected
 

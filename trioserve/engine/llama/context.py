@@ -224,6 +224,23 @@ class Context:
             raise RuntimeError(f"sequence {sequence} could not be removed from the context's memory")
         return False
 
+    def copy(self, source: int, target: int, tokens: int) -> bool:
+        """Give one sequence the memory of another's first tokens, in place of its own.
+
+        llama.cpp notes what is to be copied, and does so before it evaluates the next batch.
+
+        Arguments:
+            source: whose it is.
+            target: who gets it.
+            tokens: how many of its tokens.
+
+        Returns:
+            False where the model's memory can't be had in part: then all of the target's is freed.
+        """
+        llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        return self.truncate(target, tokens)
+
     def _has(self, sequence: int, tokens: int) -> bool:
         """Whether a sequence's memory holds all that its next token will look at."""
         if not tokens:

@@ -13,71 +13,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from trioserve.engine.base import ConstraintError, Failed, Finished, FinishReason, SequenceRequest, StepEvent, Token
 from trioserve.engine.llama.chooser import Choice, Chooser, Row
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.context import Batch, Context, Outcome
+from trioserve.engine.llama.live import Flying, Live
 from trioserve.engine.llama.sampler import Sampler
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.prefix import common_prefix
-from trioserve.engine.text import TextAssembler
 
 _logger = logging.getLogger("trioserve.llama")
 _TOKENS_A_THREAD = 32  # whose embeddings it looks up
 _NOTHING = 0  # a token that every vocabulary has
 _LEAST_SHARE = 0.1  # of a prompt; where less is in common, what a sequence has kept may be worth more to another prompt
 _TURN = 4  # steps; in the last of so many the oldest prompt goes first, however long it is
-
-
-class _Live:
-    """What changes while a sequence is worked.
-
-    Attributes:
-        known: tokens whose memory is good: they were evaluated, or kept from an earlier sequence.
-        pending: tokens not evaluated yet: the rest of the prompt, or the token sampled last.
-        offered: how many of those are in the present step.
-        cached: tokens of the prompt that were kept from an earlier sequence.
-        room: tokens that may still be sampled.
-    """
-
-    __slots__ = (
-        "assembler",
-        "cached",
-        "ignore_eos",
-        "known",
-        "number",
-        "offered",
-        "pending",
-        "room",
-        "sampler",
-    )
-
-    def __init__(self, number: int, request: SequenceRequest, cached: int, room: int, sampler: Sampler) -> None:
-        self.number = number
-        self.cached = cached
-        self.known = list(request.prompt[:cached])
-        self.pending: Sequence[int] = request.prompt[cached:]
-        self.offered = 0
-        self.room = room
-        self.ignore_eos = request.ignore_eos
-        self.sampler = sampler
-        self.assembler = TextAssembler(request.stops)
-
-
-class _Flying(NamedTuple):
-    """A sequence that gets a token chosen from what is being evaluated.
-
-    Attributes:
-        live: the sequence.
-        row: of the batch.
-        output: which of the rows that have logits that is.
-    """
-
-    live: _Live
-    row: int
-    output: int
 
 
 class DecodeCore:
@@ -123,9 +73,10 @@ class DecodeCore:
         self._max_sequences = max_sequences
         self._on_device = on_device
         self._bridge = bridge
-        self._flight: list[_Flying] | None = None  # what was set going and has not been looked at
+        self._copies = True  # until the context turns out to have none
+        self._flight: list[Flying] | None = None  # what was set going and has not been looked at
         self._steps = 0
-        self._live: dict[int, _Live] = {}  # in the order of their arrival
+        self._live: dict[int, Live] = {}  # in the order of their arrival
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
 
@@ -147,7 +98,10 @@ class DecodeCore:
         number, cached = self._place(request)
         sampler = self._sampler(request)
         del self._kept[number]
-        self._live[number] = _Live(number, request, cached, room, sampler)
+        live = Live(number, request, cached, room, sampler)
+        if request.share and self._copies:
+            live.follow(self._live.values(), self._n_ctx)
+        self._live[number] = live
         return number
 
     def _sampler(self, request: SequenceRequest) -> Sampler:
@@ -171,6 +125,7 @@ class DecodeCore:
         """End a sequence. Its memory is kept for one that begins like it, as far as it is known to be good."""
         live = self._live.pop(number)
         live.sampler.close()
+        self._lead_no_more(live)
         self._kept[number] = []  # whatever comes of the next line, the number is not lost
         if self._context.truncate(number, len(live.known)):
             self._kept[number] = live.known
@@ -188,7 +143,7 @@ class DecodeCore:
     def end_all(self) -> None:
         """End all sequences and lower the abort flag."""
         self._take_back()
-        for number in list(self._live):
+        for number in reversed(list(self._live)):  # those that wait for others first
             self.remove(number)
         self._context.lower()
 
@@ -229,6 +184,7 @@ class DecodeCore:
 
     def _set_going(self, threads: int, held: Collection[int]) -> list[StepEvent]:
         """Have a batch evaluated, where there is anything to put into one. Only a failure is told."""
+        self._copy_shared(held)
         counts = self._shares(held)
         if not counts:
             return []
@@ -314,14 +270,48 @@ class DecodeCore:
         for live in self._live.values():
             live.sampler.close()
 
-    def _shares(self, held: Collection[int]) -> dict[_Live, int]:
+    def _copy_shared(self, held: Collection[int]) -> None:
+        """Have those go on who wait for another one's beginning that is there, or does not come on."""
+        for live in self._live.values():
+            if live.leader is None:
+                continue
+            if len(live.leader.known) >= live.shared:
+                self._copy(live, live.leader)
+            elif live.leader.number in held:
+                live.go_alone()
+
+    def _lead_no_more(self, leader: Live) -> None:
+        """Before a sequence ends, see to those who wait for it: one of them leads the others if it never got so far."""
+        first: Live | None = None
+        for live in self._live.values():
+            if live.leader is not leader:
+                continue
+            if len(leader.known) >= live.shared:
+                self._copy(live, leader)
+            elif first is None:
+                live.go_alone()
+                first = live
+            else:
+                live.leader, live.shared = first, min(live.shared, first.shared)
+
+    def _copy(self, live: Live, leader: Live) -> None:
+        live.go_alone()
+        if self._context.copy(leader.number, live.number, live.shared):
+            live.begin_with(live.shared)
+        else:
+            live.begin_with(0)
+            self._copies = False
+
+    def _shares(self, held: Collection[int]) -> dict[Live, int]:
         """How many tokens each sequence gets into a step: next tokens first, so that nobody's prompt delays another's.
 
         The prompt that is nearest to its end goes first, and every few steps the oldest one: short ones don't wait for
         long ones, and long ones have their share beside any number of short ones. Only the first one is cut up: where
         sequences have memories apart, each length of its own is evaluated for itself.
         """
-        offering = [live for live in self._live.values() if live.pending and live.number not in held]
+        offering = [
+            live for live in self._live.values() if live.pending and live.leader is None and live.number not in held
+        ]
         counts = {live: 1 for live in offering if len(live.pending) == 1}
         chunk = self._beside if counts else self._chunk
         left = all_of_it = min(chunk, self._batch.capacity - len(counts))
@@ -347,7 +337,7 @@ class DecodeCore:
         """
         return min(share + share // 4, self._chunk, self._batch.capacity - singles)
 
-    def _bridges(self, counts: Mapping[_Live, int]) -> list[int]:
+    def _bridges(self, counts: Mapping[Live, int]) -> list[int]:
         """Idle sequences between those that get a next token.
 
         A device reads all weights again for each row of numbers without a gap. To evaluate a few tokens more, that
@@ -376,7 +366,7 @@ class DecodeCore:
                 self._kept[number] = []
                 self._bridge = 0
 
-    def _fill(self, counts: Mapping[_Live, int], bridges: Iterable[int]) -> list[_Flying]:
+    def _fill(self, counts: Mapping[Live, int], bridges: Iterable[int]) -> list[Flying]:
         """Put tokens into the batch. With the last of a sequence's tokens comes a row to choose from.
 
         In rising order of their numbers: where sequences have memories apart, llama.cpp evaluates together what comes
@@ -386,7 +376,7 @@ class DecodeCore:
             The sequences that get a token chosen, in the order of their rows.
         """
         self._batch.clear()
-        flight: list[_Flying] = []
+        flight: list[Flying] = []
         lives = {live.number: live for live in counts}
         for number in sorted([*lives, *bridges]):
             live = lives.get(number)
@@ -397,7 +387,7 @@ class DecodeCore:
             complete = live.offered == len(live.pending)
             row = self._batch.append(live.pending[: live.offered], len(live.known), number, output=complete)
             if complete:
-                flight.append(_Flying(live, row, len(flight)))
+                flight.append(Flying(live, row, len(flight)))
         return flight
 
     def _fail(self) -> list[StepEvent]:
@@ -409,7 +399,7 @@ class DecodeCore:
         reason = "; ".join(self._context.errors[-2:]) or "llama_decode gave no reason"
         return [Failed(live.number, reason) for live in going]
 
-    def _advance(self, live: _Live, choice: Choice, events: list[StepEvent]) -> None:
+    def _advance(self, live: Live, choice: Choice, events: list[StepEvent]) -> None:
         """Append the token that was chosen for a sequence, and say what became of it."""
         if isinstance(choice, Exception):
             live.pending = ()

@@ -55,7 +55,7 @@ MessageBlock = TextBlock | ThinkingBlock | ToolUseBlock
 class MessageUsage(Answer):
     """Tokens that were used."""
 
-    input_tokens: int = Field(ge=0, description="Of the prompt, without those that the slot had kept.")
+    input_tokens: int = Field(ge=0, description="Of the prompt, without those that were there already.")
     cache_creation_input_tokens: Literal[0] = Field(description="Always 0.")
     cache_read_input_tokens: int = Field(ge=0, description="Of the prompt, those that the slot had kept.")
     output_tokens: int = Field(ge=0, description="Of the answer.")

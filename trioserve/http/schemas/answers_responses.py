@@ -70,7 +70,7 @@ class IncompleteDetails(Answer):
 class InputDetails(Answer):
     """More on the prompt's tokens."""
 
-    cached_tokens: int = Field(ge=0, description="That the slot had kept, and did not evaluate again.")
+    cached_tokens: int = Field(ge=0, description="That were there already, and not evaluated again.")
     cache_write_tokens: Literal[0] = Field(description="Always 0.")
 
 

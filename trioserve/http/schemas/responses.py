@@ -41,7 +41,7 @@ class Error(Answer):
 class PromptDetails(Answer):
     """More on the prompt's tokens."""
 
-    cached_tokens: int = Field(ge=0, description="That the slot had kept, and did not evaluate again.")
+    cached_tokens: int = Field(ge=0, description="That were there already, and not evaluated again.")
 
 
 class Usage(Answer):
@@ -56,7 +56,7 @@ class Usage(Answer):
 class Timings(Answer):
     """Where the time of an answer went. Rates are 0 where there is nothing to measure."""
 
-    cache_n: int = Field(ge=0, description="Tokens of the prompt that the slot had kept.")
+    cache_n: int = Field(ge=0, description="Tokens of the prompt that were there already.")
     prompt_n: int = Field(ge=0, description="The others, which were evaluated.")
     prompt_ms: float = Field(ge=0, description="From the prompt's beginning to the first token.")
     prompt_per_token_ms: float = Field(ge=0, description="That by token.")
