@@ -157,3 +157,25 @@ def test_a_crowd_that_came_meanwhile_is_noticed_soon():
     run(pace, 500, QUIET, limit=2)
     run(pace, 20, QUIET, limit=1)
     assert run(pace, 10, CROWDED, limit=2)[-5:] == [1] * 5
+
+
+@pytest.mark.parametrize("away", [1, 4, 20])
+@pytest.mark.parametrize("own", [1, 2, 3, 4, 5, 8])
+def test_a_crowd_is_noticed_where_limits_take_turns(own, away):
+    pace = Pace()
+    run(pace, 500, QUIET, limit=2)
+    given = []
+    while len(given) < 200:
+        run(pace, away, CROWDED, limit=1)
+        given += run(pace, own, CROWDED, limit=2)
+    assert given[20:].count(2) <= 10
+
+
+@pytest.mark.parametrize("own", [1, 2, 3, 4, 5, 8])
+def test_no_threads_are_taken_away_where_limits_take_turns(own):
+    pace = Pace()
+    given = []
+    while len(given) < 1000:
+        run(pace, 4, QUIET, limit=1)
+        given += run(pace, own, QUIET, limit=2)
+    assert given.count(1) <= 15

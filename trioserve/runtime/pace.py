@@ -74,13 +74,17 @@ class _Search:
         self._steps = 0
         self._due = dict(_FIRST)
         self._interval = dict(_FIRST)
+        self._put_off = False  # whether ``resume`` has done that with the next trial
 
     def resume(self) -> None:
-        """Go on after a time with another limit. What was found remains, and soon shows whether it still holds."""
-        self._end_trial()
-        self._due = {direction: max(due, self._steps + _RECENT) for direction, due in self._due.items()}
-        if not self._recent:
-            self._due["fewer"] = self._steps + _FIRST["fewer"]
+        """Go on after a time with another limit.
+
+        What was found remains, and a trial is put off until some steps have shown whether it still holds.
+        Once only: limits that alternate would put a trial off for ever. For the same reason none is broken off.
+        """
+        if self._recent and self._trial is None and not self._put_off:
+            self._put_off = True
+            self._due = {direction: max(due, self._steps + _RECENT) for direction, due in self._due.items()}
 
     def threads(self) -> int:
         """Threads for the next step."""
@@ -151,6 +155,7 @@ class _Search:
     def _end_trial(self) -> None:
         self._trial = None
         self._tried = []
+        self._put_off = False
 
 
 class Paces(NamedTuple):
