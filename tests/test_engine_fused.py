@@ -252,6 +252,23 @@ def test_rows_that_are_chosen_quickly_share_a_thread(quick, slow, most):
     assert len(used) == most
 
 
+@pytest.mark.parametrize("quick", [0, 1, 9])
+def test_the_thread_that_chooses_the_quick_rows_has_its_share_of_the_slow_ones(quick):
+    table = Table((row, np.eye(1, 20, row, dtype=np.float32)[0]) for row in range(quick + 9))
+    threads = []
+
+    def noting(logits):
+        threads.append(threading.get_ident())
+        return least(logits)
+
+    chooser = Chooser(table)
+    samplers = [Fixed(least, quick=True)] * quick + [Fixed(noting) for _ in range(9)]
+    chooser.choose(rows_of(table, samplers), len(samplers), 2)
+    chooser.close()
+    assert threads.count(threading.get_ident()) == 4
+    assert len(set(threads)) == 2
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_sampler_that_fails_spoils_its_own_row_only(threads):
     table = Table((row, np.eye(1, 20, row, dtype=np.float32)[0]) for row in range(4))

@@ -87,8 +87,8 @@ class Chooser:
             return self._choose_all(rows)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_MOST_THREADS, "sampling")
-        own = quick or slow[: len(slow) // count]
-        rest = slow if quick else slow[len(own) :]
+        few = len(slow) // count
+        own, rest = [*quick, *slow[:few]], slow[few:]
         shares = [self._pool.submit(self._choose_all, rest[start :: count - 1]) for start in range(count - 1)]
         choices = self._choose_all(own)
         for share in shares:
