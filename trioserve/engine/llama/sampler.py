@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from trioserve.engine.base import ConstraintError, Likelihood, TokenLogprob
 from trioserve.engine.llama.constraint import Matcher
 from trioserve.engine.llama.context import Context
-from trioserve.engine.llama.shortlist import draw, reach, shortlist
+from trioserve.engine.llama.shortlist import draw, is_short, reach, shortlist
 from trioserve.engine.llama.triggered import Triggered
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.sampling import Dry, Sampling
@@ -60,7 +61,9 @@ class Sampler:
         # Looking for what is left takes longer than most of the chain.
         self._may_leave_none = matcher is not None or len(never) >= vocabulary.size
         self._logprobs = logprobs
-        self._sampling = sampling
+        # Without what is in ``never``, which may be thousands, to be looked through for each token.
+        finite = tuple((token, bias) for token, bias in sampling.logit_bias if bias > -np.inf)
+        self._sampling = dataclasses.replace(sampling, logit_bias=finite)
         self._prompt, self._answer = len(prompt), 0  # tokens
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.
         self._chain = (
@@ -79,11 +82,15 @@ class Sampler:
 
     @property
     def quick(self) -> bool:
-        """Whether the next choice can fall on the likeliest tokens alone, and doesn't take long."""
-        return self._logprobs is None and (self._chain is None or self._reach is not None)
+        """Whether the next choice looks at few tokens and tells nothing of them: it isn't worth waking a thread."""
+        if self._logprobs is not None:
+            return False
+        most = self._reach
+        return self._chain is None or (most is not None and is_short(most, self._vocabulary.size))
 
     @property
     def _reach(self) -> int | None:
+        """How many of the likeliest tokens the next choice can fall on; None where that may be all."""
         return reach(self._sampling, self._prompt, self._answer)
 
     def choose(self, context: Context, row: int) -> tuple[int, Likelihood | None]:
@@ -117,7 +124,11 @@ class Sampler:
         return token
 
     def _draw(self, context: Context, row: int, logits: npt.NDArray[np.float32]) -> int:
-        """Have the chain choose, among few tokens where that is the same: it takes long to go through them all."""
+        """Have the chain choose, among few tokens where that is the same: it takes long to go through them all.
+
+        The same but for tokens with equal logits: which of them stands where in the chain's order depends on all that
+        it gets. Either way that follows from the request and the logits alone.
+        """
         most = self._reach
         tokens = None if most is None else shortlist(logits, most)
         if tokens is None:

@@ -40,22 +40,27 @@ def reach(sampling: Sampling, prompt: int, answer: int) -> int | None:
     return most
 
 
+def is_short(count: int, n_vocab: int) -> bool:
+    """Whether a list of so many tokens is worth being made, out of a vocabulary of that size."""
+    return n_vocab // _BLOCK >= _SPARE * count
+
+
 def shortlist(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp] | None:
     """The likeliest tokens, and few others.
 
-    As many of the maxima of blocks as are looked for are no less than the one that comes last among them, and so are as
-    many logits.
+    At least k logits are no less than the k-th largest of the blocks' maxima: the k likeliest are among those. So are
+    all that are as likely as the last one of the k.
 
     Arguments:
         logits: ``[n_vocab]``.
         count: how many of the likeliest tokens there have to be.
 
     Returns:
-        Token ids in rising order; None where it isn't worth the while, or where logits are no numbers.
+        Token ids in rising order; None where it isn't worth the while, or where too many logits are no numbers.
     """
-    blocks = len(logits) // _BLOCK
-    if blocks < _SPARE * count:
+    if not is_short(count, len(logits)):
         return None
+    blocks = len(logits) // _BLOCK
     maxima = logits[: blocks * _BLOCK].reshape(_BLOCK, blocks).max(axis=0)  # so that neighbours are compared at once
     maxima.partition(blocks - count)
     (tokens,) = (logits >= maxima[blocks - count]).nonzero()
@@ -68,7 +73,7 @@ def draw(chain: Any, logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int
     Arguments:
         chain: a ``llama_sampler`` pointer.
         logits: ``[n_vocab]``.
-        tokens: token ids.
+        tokens: ids of those that it may choose; one at least.
     """
     candidates = np.empty(len(tokens), _CANDIDATE)
     candidates["id"] = tokens
@@ -76,6 +81,6 @@ def draw(chain: Any, logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int
     data = candidates.ctypes.data_as(llama_cpp.llama_token_data_p)
     array = llama_cpp.llama_token_data_array(data=data, size=len(tokens), selected=-1, sorted=False)
     llama_cpp.llama_sampler_apply(chain, array)
-    token = int(array.data[array.selected].id)
+    token = int(array.data[array.selected].id)  # a sampler may have moved ``data``, within the candidates
     llama_cpp.llama_sampler_accept(chain, token)
     return token
