@@ -1,6 +1,7 @@
 """Choosing among the likeliest tokens: the same choices as among all of them."""
 
 import dataclasses
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -225,6 +226,19 @@ def test_thousands_of_bans_are_not_looked_through_for_each_token(monkeypatch):
     assert not sampler.quick
     assert biases == [(4, 1.0)]
     sampler.close()
+
+
+def test_choices_leave_nothing_to_the_garbage_collector():
+    with loaded(smollm2()) as weights, opened(weights) as session:
+        asked = asking(weights.tokenize("Once upon a time", special=True, add_bos=True), 100, USUAL)
+        answer(session, asked)
+        gc.collect()
+        gc.disable()
+        try:
+            answer(session, asked)
+            assert gc.collect() < 50
+        finally:
+            gc.enable()
 
 
 def test_answers_of_a_model_are_those_of_llama_cpps_own_way_through_all_tokens(monkeypatch, shortlists):

@@ -320,9 +320,10 @@ def _parameters(options: SessionOptions, *, offloaded: bool) -> Any:
 
 def _view(pointer: Any, kind: Any, owner: str) -> npt.NDArray[np.float32]:
     """The floats of a type of ctypes array at an address of llama.cpp's."""
-    address = ctypes.cast(pointer, ctypes.c_void_p).value
-    if address is None:
+    if not pointer:
         raise RuntimeError(f"{owner} has no numbers")
+    # Not by a cast of the pointer, which would leave garbage in a circle behind, with each token.
+    address = ctypes.addressof(pointer.contents)
     view: npt.NDArray[np.float32] = np.ctypeslib.as_array(kind.from_address(address))
     return view
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import llama_cpp
@@ -78,7 +79,8 @@ def draw(chain: Any, logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int
     candidates = np.empty(len(tokens), _CANDIDATE)
     candidates["id"] = tokens
     candidates["logit"] = logits[tokens]
-    data = candidates.ctypes.data_as(llama_cpp.llama_token_data_p)
+    # From a number: a pointer that is cast from another one is garbage in a circle, which waits for the collector.
+    data = ctypes.cast(candidates.ctypes.data, llama_cpp.llama_token_data_p)
     array = llama_cpp.llama_token_data_array(data=data, size=len(tokens), selected=-1, sorted=False)
     llama_cpp.llama_sampler_apply(chain, array)
     token = int(array.data[array.selected].id)  # a sampler may have moved ``data``, within the candidates
