@@ -10,10 +10,9 @@ from typing import NamedTuple
 _RECENT = 8  # steps that tell how long one takes at present
 _ENOUGH = 3  # steps without which a trial has nothing to be compared with: one alone may have met with anything
 _PROOF = 2  # steps of a trial that have to be faster: one may have met with anything, too
-_PATIENCE = {
-    "fewer": 1,
-    "more": 2,
-}  # so many slow ones end it: where others are at work, more threads soon meet with them
+# So many steps that aren't faster end a trial in vain. One of more threads gets a second chance: they sooner meet with
+# another program for a moment.
+_PATIENCE = {"fewer": 1, "more": 2}
 _MARGIN = 0.9  # a trial must be faster by a tenth to change anything
 _SHORT = 0.001  # seconds; on shorter steps there is nothing to win
 _SLUMP = 2.5  # a step that takes so many times longer than usual asks for a trial, or ends one

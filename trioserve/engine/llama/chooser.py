@@ -32,7 +32,7 @@ Choice = tuple[int, Likelihood | None] | Exception
 
 
 class Chooser:
-    """Chooses tokens for rows side by side: the plain ones at one stroke, the others in threads.
+    """Chooses tokens for rows side by side: the plain ones at one stroke, of the others the slow ones in threads.
 
     What is chosen for a row depends on its own sampler alone, and not on the way that it went.
 
@@ -75,7 +75,10 @@ class Chooser:
         }
 
     def _choose_apart(self, rows: Sequence[Row], threads: int) -> dict[Row, Choice]:
-        """Choose row by row, the slow ones in threads: their calls into llama.cpp let go of the GIL."""
+        """Choose row by row, the slow ones in threads: their calls into llama.cpp let go of the GIL.
+
+        The quick ones are all this thread's, which has its share of the slow ones, too.
+        """
         if not rows:
             return {}
         # The first look at the logits waits for the device and puts the rows in order; those that follow only read.

@@ -62,7 +62,7 @@ class Sampler:
         self._may_leave_none = matcher is not None or len(never) >= vocabulary.size
         self._logprobs = logprobs
         # Without what is in ``never``, which may be thousands, to be looked through for each token.
-        finite = tuple((token, bias) for token, bias in sampling.logit_bias if bias > -np.inf)
+        finite = tuple((token, bias) for token, bias in sampling.logit_bias if bias != -np.inf)
         self._sampling = dataclasses.replace(sampling, logit_bias=finite)
         self._prompt, self._answer = len(prompt), 0  # tokens
         # Without penalties the greedy choice is an argmax, which numpy does in a tenth of the chain's time.

@@ -27,12 +27,12 @@ def reach(sampling: Sampling, prompt: int, answer: int) -> int | None:
         answer: tokens that were chosen so far.
 
     Returns:
-        None where it is not known: something looks at all tokens, or takes some of them up.
+        So many at most; None where it is not known: something looks at all tokens, or takes some of them up.
     """
     most = 1 if sampling.greedy else sampling.top_k
     looks_at_all = sampling.mirostat.version or sampling.top_n_sigma or sampling.dry.multiplier
     takes_up = sampling.repeat_penalty < 1 or sampling.frequency_penalty < 0 or sampling.presence_penalty < 0
-    if not most or looks_at_all or takes_up or any(bias > -np.inf for _, bias in sampling.logit_bias):
+    if not most or looks_at_all or takes_up or any(bias != -np.inf for _, bias in sampling.logit_bias):
         return None
     if sampling.repeat_penalty > 1:
         most += min(sampling.repeat_last_n, prompt + answer)
