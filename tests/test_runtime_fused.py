@@ -199,6 +199,28 @@ async def test_a_step_that_nobody_wants_any_more_is_cut_short_however_many_took_
         assert await answer(model, sequence(b"next")) == fake_answer(b"next", 5)
 
 
+async def test_of_those_who_leave_together_the_latest_is_removed_first(fused, engine, monkeypatch, eventually):
+    """A session that has one prompt wait for another's does nothing for the sake of one that is about to leave, too."""
+    removed, remove = [], FakeSession.remove
+
+    def noted(self, number):
+        removed.append(number)
+        remove(self, number)
+
+    monkeypatch.setattr(FakeSession, "remove", noted)
+    engine.step_gate.shut()
+    async with fused(slots=3) as model:
+        async with working(model, sequence(tokens=100)), working(model, sequence(tokens=100)):
+            await engine.step_gate.arrived()
+            await wait_all_tasks_blocked()
+            engine.step_gate.let()
+            await engine.step_gate.arrived(2)
+            live = list(sessions_of(model)[0]._live)
+        await eventually(lambda: model.status().active_slots == 0)
+    assert len(live) == 2
+    assert removed == live[::-1]
+
+
 async def test_who_joins_while_another_s_step_is_cut_short_is_answered(fused, engine):
     engine.step_gate.shut()
     async with fused(slots=2) as model:

@@ -244,7 +244,7 @@ class Conductor:
             self._flagged = False
             self.pulse.call("resuming its session", self.session.resume)
         unwanted = [part for part in self._parts if not part.job.wanted]
-        for part in unwanted:
+        for part in reversed(unwanted):  # the latest first, who may wait for what an earlier one evaluates
             self._remove([number for number, owner in self._owners.items() if owner is part])
         if unwanted and not self._is_in_order():
             self._end_all()
