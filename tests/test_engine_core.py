@@ -739,6 +739,90 @@ def test_nobody_waits_for_a_prompt_that_is_held():
     assert evaluated(context, other) == [*ALIKE, 51]
 
 
+def test_what_a_prompt_that_is_given_up_or_held_has_come_to_is_not_lost_to_those_who_wait():
+    for held in (False, True):
+        context = ScriptedContext()
+        core = roomy(context)
+        leader, *numbers = [core.add(asking(ALIKE, 2)) for _ in range(4)]
+        core.step(1)
+        core.step(1)
+        if not held:
+            core.remove(leader)
+        events = [event for _ in range(5) for event in core.step(1, [leader] if held else [])]
+        assert [event.cached for event in events if isinstance(event, Finished)] == [40, 48, 48]
+        assert [len(evaluated(context, number)) for number in numbers] == [10 + 1, 2 + 1, 2 + 1]
+
+
+def test_those_who_wait_for_one_that_is_given_up_find_the_others_who_are_most_like_them():
+    context = ScriptedContext()
+    core = roomy(context, chunk=8)
+    given_up = core.add(asking(counted(1, 100), 2))
+    core.step(1)
+    prompts = [[*counted(1, 40), 99], counted(1, 90), counted(1, 95)]
+    numbers = [core.add(asking(prompt, 2)) for prompt in prompts]
+    core.remove(given_up)
+    answers = finish(core, *numbers)
+    assert [answer.end.cached for answer in answers] == [0, 40, 90]
+
+
+def test_nobody_gives_up_what_was_kept_for_less_when_a_leader_goes():
+    context = ScriptedContext()
+    core = roomy(context)
+    kept = core.add(asking(counted(1, 60), 1))
+    finish(core, kept)
+    core.remove(kept)
+    leader = core.add(asking(counted(1, 110), 2, reuse=False))
+    core.remove(core.add(asking([5, 6], 1)))
+    assert core.history == counted(1, 60)
+    numbers = [
+        core.add(asking([*counted(1, 45), *counted(200, 9)], 2, reuse=False)),
+        core.add(asking(counted(1, 120), 2)),
+    ]
+    core.remove(leader)
+    assert [answer.end.cached for answer in finish(core, *numbers)] == [0, 60]
+
+
+def test_nobody_waits_for_one_that_has_failed():
+    context = ScriptedContext([Outcome.FAILED])
+    core = roomy(context)
+    failed = [core.add(asking(ALIKE, 2)) for _ in range(2)]
+    assert {event.sequence for event in core.step(1)} == set(failed)
+    late = core.add(asking(ALIKE, 2))
+    tokens = [event.token for _ in range(5) for event in core.step(1) if isinstance(event, Token)]
+    assert tokens == counted(51, 2)
+    core.remove(late)
+
+
+def test_nobody_waits_for_one_that_has_ended_and_lost_its_memory():
+    context = ScriptedContext()
+    core = roomy(context, chunk=100)
+    ended = core.add(asking(ALIKE, 1))
+    core.step(1)
+    core.add(asking(ALIKE, 2))
+    context.truncates = False
+    context.memory[ended].append(7)
+    core.resume()
+    context.truncates = True
+    tokens = [event.token for _ in range(4) for event in core.step(1) if isinstance(event, Token)]
+    assert tokens == counted(51, 2)
+
+
+def test_the_number_of_a_sequence_whose_memory_could_not_be_copied_is_not_lost(monkeypatch):
+    context = ScriptedContext()
+    core = roomy(context)
+    leader, other = (core.add(asking(ALIKE, 1)) for _ in range(2))
+    finish(core, leader)
+
+    def fail(*_):
+        raise RuntimeError("no copy")
+
+    monkeypatch.setattr(context, "copy", fail)
+    with pytest.raises(RuntimeError, match="no copy"):
+        core.remove(leader)
+    core.remove(other)
+    assert len([core.add(asking([5])) for _ in range(MAX_SEQUENCES)]) == MAX_SEQUENCES
+
+
 def test_a_model_that_cannot_forget_a_part_evaluates_each_prompt():
     context = ScriptedContext(truncates=False)
     core = roomy(context)

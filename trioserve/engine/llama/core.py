@@ -18,7 +18,7 @@ from trioserve.engine.base import ConstraintError, Failed, Finished, FinishReaso
 from trioserve.engine.llama.chooser import Choice, Chooser, Row
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.context import Batch, Context, Outcome
-from trioserve.engine.llama.live import Flying, Live
+from trioserve.engine.llama.live import Flying, Live, least_copy
 from trioserve.engine.llama.sampler import Sampler
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.prefix import common_prefix
@@ -74,6 +74,7 @@ class DecodeCore:
         self._on_device = on_device
         self._bridge = bridge
         self._copies = True  # until the context turns out to have none
+        self._least_copy = least_copy(n_ctx)
         self._flight: list[Flying] | None = None  # what was set going and has not been looked at
         self._steps = 0
         self._live: dict[int, Live] = {}  # in the order of their arrival
@@ -100,7 +101,7 @@ class DecodeCore:
         del self._kept[number]
         live = Live(number, request, cached, room, sampler)
         if request.share and self._copies:
-            live.follow(self._live.values(), self._n_ctx)
+            live.follow(self._live.values(), self._least_copy)
         self._live[number] = live
         return number
 
@@ -125,8 +126,8 @@ class DecodeCore:
         """End a sequence. Its memory is kept for one that begins like it, as far as it is known to be good."""
         live = self._live.pop(number)
         live.sampler.close()
+        self._kept[number] = []  # whatever comes of the next lines, the number is not lost
         self._lead_no_more(live)
-        self._kept[number] = []  # whatever comes of the next line, the number is not lost
         if self._context.truncate(number, len(live.known)):
             self._kept[number] = live.known
 
@@ -273,34 +274,45 @@ class DecodeCore:
     def _copy_shared(self, held: Collection[int]) -> None:
         """Have those go on who wait for another one's beginning that is there, or does not come on."""
         for live in self._live.values():
-            if live.leader is None:
-                continue
-            if len(live.leader.known) >= live.shared:
-                self._copy(live, live.leader)
-            elif live.leader.number in held:
-                live.go_alone()
-
-    def _lead_no_more(self, leader: Live) -> None:
-        """Before a sequence ends, see to those who wait for it: one of them leads the others if it never got so far."""
-        first: Live | None = None
-        for live in self._live.values():
-            if live.leader is not leader:
+            leader = live.leader
+            if leader is None:
                 continue
             if len(leader.known) >= live.shared:
-                self._copy(live, leader)
-            elif first is None:
-                live.go_alone()
-                first = live
-            else:
-                live.leader, live.shared = first, min(live.shared, first.shared)
+                self._copy(live, leader, live.shared)
+            elif leader.number in held or not leader.pending:
+                self._lead_no_more(leader, held)
 
-    def _copy(self, live: Live, leader: Live) -> None:
+    def _lead_no_more(self, leader: Live, held: Collection[int] = ()) -> None:
+        """Have those who wait for a sequence that ends, or doesn't come on, go on from where it has got to.
+
+        One of them leads the others.
+
+        Arguments:
+            leader: that sequence, whose memory is still there.
+            held: sequences that nobody is to wait for.
+        """
+        others: list[Live] = []
+        for live in self._live.values():
+            if live.leader is leader:
+                there = min(live.shared, len(leader.known))
+                live.follow(others, self._least_copy)
+                if live.shared <= there:
+                    live.go_alone()
+                    if there - live.cached >= self._least_copy:
+                        self._copy(live, leader, there)
+            if live is not leader and live.number not in held:
+                others.append(live)
+
+    def _copy(self, live: Live, leader: Live, tokens: int) -> None:
+        """Have a sequence go on alone, after so many tokens of another one's."""
         live.go_alone()
-        if self._context.copy(leader.number, live.number, live.shared):
-            live.begin_with(live.shared)
-        else:
-            live.begin_with(0)
-            self._copies = False
+        if self._context.copy(leader.number, live.number, tokens):
+            live.begin_with(tokens)
+            return
+        live.begin_with(0)
+        self._copies = False
+        for other in self._live.values():
+            other.go_alone()
 
     def _shares(self, held: Collection[int]) -> dict[Live, int]:
         """How many tokens each sequence gets into a step: next tokens first, so that nobody's prompt delays another's.
