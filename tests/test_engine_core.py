@@ -782,6 +782,22 @@ def test_nobody_gives_up_what_was_kept_for_less_when_a_leader_goes():
     assert [answer.end.cached for answer in finish(core, *numbers)] == [0, 60]
 
 
+def test_a_short_prompt_that_waits_for_a_long_one_takes_it_along_past_others():
+    context = ScriptedContext()
+    core = roomy(context, n_ctx=400, chunk=20)
+    oldest = core.add(asking(counted(200, 150), 1))
+    long = core.add(asking(counted(1, 130), 1))
+    core.add(asking(counted(150, 100), 1))
+    short = core.add(asking([*counted(1, 40), *counted(90, 5)], 1))
+    steps = 0
+    while not evaluated(context, short):
+        core.step(1)
+        steps += 1
+    assert steps == 3
+    assert not evaluated(context, oldest)
+    assert len(evaluated(context, long)) == 40
+
+
 def test_nobody_waits_for_one_that_has_failed():
     context = ScriptedContext([Outcome.FAILED])
     core = roomy(context)

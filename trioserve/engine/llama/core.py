@@ -317,9 +317,9 @@ class DecodeCore:
     def _shares(self, held: Collection[int]) -> dict[Live, int]:
         """How many tokens each sequence gets into a step: next tokens first, so that nobody's prompt delays another's.
 
-        The prompt that is nearest to its end goes first, and every few steps the oldest one: short ones don't wait for
-        long ones, and long ones have their share beside any number of short ones. Only the first one is cut up: where
-        sequences have memories apart, each length of its own is evaluated for itself.
+        The prompt that is nearest to its end goes first, or that such a one waits for, and every few steps the oldest
+        one: short ones don't wait for long ones, and long ones have their share beside any number of short ones. Only
+        the first one is cut up: where sequences have memories apart, each length of its own is evaluated for itself.
         """
         offering = [
             live for live in self._live.values() if live.pending and live.leader is None and live.number not in held
@@ -330,7 +330,8 @@ class DecodeCore:
         prompts = [live for live in offering if len(live.pending) > 1]
         self._steps += 1
         first = prompts[0] if prompts and self._steps % _TURN == 0 else None
-        for live in sorted(prompts, key=lambda live: (live is not first, len(live.pending))):
+        rests = self._rests() if len(prompts) > 1 else {}
+        for live in sorted(prompts, key=lambda live: (live is not first, rests.get(live, 0))):
             if left == all_of_it < len(live.pending) <= self._most(all_of_it, len(counts)):
                 count = len(live.pending)
             elif len(live.pending) <= left or left == all_of_it:
@@ -341,6 +342,14 @@ class DecodeCore:
                 counts[live] = count
                 left = max(left - count, 0)
         return counts
+
+    def _rests(self) -> dict[Live, int]:
+        """How many tokens each sequence has to go, or one that waits for it where those are fewer."""
+        rests = {live: len(live.pending) for live in self._live.values()}
+        for live in reversed(self._live.values()):  # who waits is younger than the one that he waits for
+            if live.leader is not None:
+                rests[live.leader] = min(rests[live.leader], rests[live])
+        return rests
 
     def _most(self, share: int, singles: int) -> int:
         """How long a prompt may be to go whole where so many tokens are its share.
