@@ -57,7 +57,7 @@ class MessageUsage(Answer):
 
     input_tokens: int = Field(ge=0, description="Of the prompt, without those that were there already.")
     cache_creation_input_tokens: Literal[0] = Field(description="Always 0.")
-    cache_read_input_tokens: int = Field(ge=0, description="Of the prompt, those that the slot had kept.")
+    cache_read_input_tokens: int = Field(ge=0, description="Of the prompt, those that were there already.")
     output_tokens: int = Field(ge=0, description="Of the answer.")
 
 
