@@ -878,10 +878,15 @@ plans = st.builds(
 
 
 class Crowd:
-    """Works plans on a scripted core: each joins when its time has come and a number is free."""
+    """Works plans on a scripted core: each joins when its time has come and a number is free.
 
-    def __init__(self, plans, n_batch, chunk, **more):
+    Arguments:
+        holds: whether to hold the next of the live sequences in the next step; false when there are no more.
+    """
+
+    def __init__(self, plans, n_batch, chunk, holds=(), **more):
         self.context = ScriptedContext()
+        self.holds = iter(holds)
         self.core = core_over(self.context, n_batch=n_batch, chunk=chunk, **more)
         self.waiting = sorted(plans, key=lambda plan: plan.joins_at)
         self.live = {}
@@ -891,13 +896,18 @@ class Crowd:
         for now in itertools.count():
             if not self.waiting and not self.live:
                 return
+            assert now < 1000, f"{list(self.live)} wait for ever"
             self._leave(lambda plan, got, now=now: plan.leaves_at is not None and now > plan.leaves_at)
             self._join(now)
-            for event in self.core.step(1):
+            steps = len(self.context.batches)
+            for event in self.core.step(1, [number for number in self.live if next(self.holds, False)]):
                 self.live[event.sequence][1].take(event)
-            for cell in self.context.batches[-1] if self.live else ():
+            for cell in itertools.chain.from_iterable(self.context.batches[steps:]):
                 if cell.sequence in self.live:
                     self.live[cell.sequence][2].append(cell)
+            for number, (plan, _, _) in self.live.items():
+                memory = self.context.memory[number]
+                assert memory == counted(plan.start, len(memory))
             self._leave(lambda plan, got: got.end is not None)
 
     def _join(self, now):
@@ -948,6 +958,29 @@ def test_steps_that_set_the_next_one_going_answer_the_same(plans, n_batch, chunk
         room = min(plan.max_tokens, N_CTX - plan.length)
         assert got.tokens == counted(plan.start + plan.length, room)[: len(got.tokens)]
         assert got.end is None or len(got.tokens) == room
+
+
+alike = st.builds(
+    Plan,
+    joins_at=st.integers(0, 12),
+    start=st.sampled_from([1, 1, 1, 2]),
+    length=st.integers(34, 120),
+    max_tokens=st.integers(1, 5),
+    leaves_at=st.none() | st.integers(0, 30),
+)
+
+
+@given(st.lists(alike, min_size=2, max_size=8), st.integers(4, 40), st.lists(st.booleans(), max_size=30), st.booleans())
+@settings(deadline=None)
+def test_sequences_that_begin_alike_are_answered_whoever_comes_goes_or_is_held(plans, chunk, holds, on_device):
+    crowd = Crowd(plans, chunk, chunk, holds, n_ctx=128, beside=chunk, on_device=on_device, bridge=2)
+    crowd.work()
+    assert len(crowd.ended) == len(plans)
+    for plan, got, _ in crowd.ended:
+        assert got.tokens == counted(plan.start + plan.length, plan.max_tokens)[: len(got.tokens)]
+        assert got.end is None or len(got.tokens) == plan.max_tokens
+        assert got.end is None or got.end.cached <= plan.length - 2
+    assert len(crowd.context.batches) < 400
 
 
 # --- what comes out of real contexts ---
