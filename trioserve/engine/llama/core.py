@@ -18,8 +18,9 @@ from trioserve.engine.base import ConstraintError, Failed, Finished, FinishReaso
 from trioserve.engine.llama.chooser import Choice, Chooser, Row
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.context import Batch, Context, Outcome
-from trioserve.engine.llama.live import Flying, Live, least_copy
+from trioserve.engine.llama.live import Flying, Live
 from trioserve.engine.llama.sampler import Sampler
+from trioserve.engine.llama.sharing import Sharing
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.prefix import common_prefix
 
@@ -73,11 +74,10 @@ class DecodeCore:
         self._max_sequences = max_sequences
         self._on_device = on_device
         self._bridge = bridge
-        self._copies = True  # until the context turns out to have none
-        self._least_copy = least_copy(n_ctx)
         self._flight: list[Flying] | None = None  # what was set going and has not been looked at
         self._steps = 0
         self._live: dict[int, Live] = {}  # in the order of their arrival
+        self._sharing = Sharing(context, self._live, n_ctx)
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
 
@@ -100,8 +100,8 @@ class DecodeCore:
         sampler = self._sampler(request)
         del self._kept[number]
         live = Live(number, request, cached, room, sampler)
-        if request.share and self._copies:
-            live.follow(self._live.values(), self._least_copy)
+        if request.share:
+            self._sharing.join(live)
         self._live[number] = live
         return number
 
@@ -127,7 +127,7 @@ class DecodeCore:
         live = self._live.pop(number)
         live.sampler.close()
         self._kept[number] = []  # whatever comes of the next lines, the number is not lost
-        self._lead_no_more(live)
+        self._sharing.leave(live)
         if self._context.truncate(number, len(live.known)):
             self._kept[number] = live.known
 
@@ -185,7 +185,7 @@ class DecodeCore:
 
     def _set_going(self, threads: int, held: Collection[int]) -> list[StepEvent]:
         """Have a batch evaluated, where there is anything to put into one. Only a failure is told."""
-        self._copy_shared(held)
+        self._sharing.go_on(held)
         counts = self._shares(held)
         if not counts:
             return []
@@ -271,49 +271,6 @@ class DecodeCore:
         for live in self._live.values():
             live.sampler.close()
 
-    def _copy_shared(self, held: Collection[int]) -> None:
-        """Have those go on who wait for another one's beginning that is there, or does not come on."""
-        for live in self._live.values():
-            leader = live.leader
-            if leader is None:
-                continue
-            if len(leader.known) >= live.shared:
-                self._copy(live, leader, live.shared)
-            elif leader.number in held or not leader.pending:
-                self._lead_no_more(leader, held)
-
-    def _lead_no_more(self, leader: Live, held: Collection[int] = ()) -> None:
-        """Have those who wait for a sequence that ends, or doesn't come on, go on from where it has got to.
-
-        One of them leads the others.
-
-        Arguments:
-            leader: that sequence, whose memory is still there.
-            held: sequences that nobody is to wait for.
-        """
-        others: list[Live] = []
-        for live in self._live.values():
-            if live.leader is leader:
-                there = min(live.shared, len(leader.known))
-                live.follow(others, self._least_copy)
-                if live.shared <= there:
-                    live.go_alone()
-                    if there - live.cached >= self._least_copy:
-                        self._copy(live, leader, there)
-            if live is not leader and live.number not in held:
-                others.append(live)
-
-    def _copy(self, live: Live, leader: Live, tokens: int) -> None:
-        """Have a sequence go on alone, after so many tokens of another one's."""
-        live.go_alone()
-        if self._context.copy(leader.number, live.number, tokens):
-            live.begin_with(tokens)
-            return
-        live.begin_with(0)
-        self._copies = False
-        for other in self._live.values():
-            other.go_alone()
-
     def _shares(self, held: Collection[int]) -> dict[Live, int]:
         """How many tokens each sequence gets into a step: next tokens first, so that nobody's prompt delays another's.
 
@@ -330,7 +287,7 @@ class DecodeCore:
         prompts = [live for live in offering if len(live.pending) > 1]
         self._steps += 1
         first = prompts[0] if prompts and self._steps % _TURN == 0 else None
-        rests = self._rests() if len(prompts) > 1 else {}
+        rests = self._sharing.rests() if len(prompts) > 1 else {}
         for live in sorted(prompts, key=lambda live: (live is not first, rests.get(live, 0))):
             if left == all_of_it < len(live.pending) <= self._most(all_of_it, len(counts)):
                 count = len(live.pending)
@@ -342,14 +299,6 @@ class DecodeCore:
                 counts[live] = count
                 left = max(left - count, 0)
         return counts
-
-    def _rests(self) -> dict[Live, int]:
-        """How many tokens each sequence has to go, or one that waits for it where those are fewer."""
-        rests = {live: len(live.pending) for live in self._live.values()}
-        for live in reversed(self._live.values()):  # who waits is younger than the one that he waits for
-            if live.leader is not None:
-                rests[live.leader] = min(rests[live.leader], rests[live])
-        return rests
 
     def _most(self, share: int, singles: int) -> int:
         """How long a prompt may be to go whole where so many tokens are its share.

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from trioserve.engine.base import SequenceRequest
 from trioserve.engine.llama.sampler import Sampler
-from trioserve.engine.prefix import common_prefix
 from trioserve.engine.text import TextAssembler
-
-_LEAST_COPY = 32  # tokens; fewer are evaluated as soon as copied
-_CELLS_A_TOKEN = 64  # of a cache, which is always copied whole: to evaluate a token takes longer
-
-
-def least_copy(n_ctx: int) -> int:
-    """How many tokens a copy has to save to be worth it, where a sequence's cache has so many cells."""
-    return max(_LEAST_COPY, n_ctx // _CELLS_A_TOKEN)
 
 
 class Live:
@@ -65,25 +56,6 @@ class Live:
         self.cached = cached
         self.known = list(self.prompt[:cached])
         self.pending: Sequence[int] = self.prompt[cached:]
-
-    def follow(self, others: Iterable[Live], least: int) -> None:
-        """Wait for the one of some sequences that has most of the prompt in common; for none where that saves little.
-
-        Arguments:
-            others: live sequences, the oldest one first.
-            least: tokens that have to be saved.
-        """
-        self.go_alone()
-        prompt = list(self.prompt)
-        # One that has failed comes to nothing more.
-        common = {other: common_prefix(list(other.prompt), prompt) for other in others if other.pending or other.known}
-        if not common:
-            return
-        leader = max(common, key=common.__getitem__)
-        # As with what a sequence has kept, two tokens are evaluated anew.
-        shared = min(common[leader], len(prompt) - 2)
-        if shared - self.cached >= least:
-            self.leader, self.shared = leader, shared
 
     def go_alone(self) -> None:
         """Wait no more."""
