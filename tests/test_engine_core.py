@@ -14,7 +14,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import BOS, GREEDY, Answer, answer, asking, finish, loaded, opened, tiny_model, tiny_windowed
+from tiny_models import (
+    BOS,
+    GREEDY,
+    Answer,
+    answer,
+    asking,
+    finish,
+    loaded,
+    opened,
+    tiny_model,
+    tiny_recurrent,
+    tiny_windowed,
+)
 
 from trioserve.engine.base import Failed, Finished, FinishReason, SequenceRequest, Token
 from trioserve.engine.llama import context as context_module
@@ -1390,3 +1402,24 @@ def test_copies_work_where_layers_look_back_over_a_window():
             beside = finish(session, *[session.add(request) for _ in range(3)])
     assert [one.tokens for one in beside] == [alone] * 3
     assert [one.end.cached for one in beside] == [0, 198, 198]
+
+
+@pytest.mark.parametrize(
+    ("common", "cached"), [(128, 128), (100, 0)], ids=["up to the end of a step", "up to the midst of one"]
+)
+def test_a_state_is_copied_whole_or_not_at_all(common, cached):
+    with loaded(tiny_recurrent()) as weights:
+        prompt = prompt_of(weights, 200)
+        other = [*prompt[:common], *prompt_of(weights, 60, seed=1)[1:]]
+        requests = [asking(one, 12, ignore_eos=True) for one in (prompt, other)]
+        with opened(weights) as session:
+            alone = [answer(session, request).tokens for request in requests]
+        with opened(weights, max_sequences=2) as session:
+            numbers = [session.add(request) for request in requests]
+            beside = finish(session, *numbers)
+            assert session.is_sound(2)
+            for number in numbers:
+                session.remove(number)
+            assert session.is_sound()
+    assert [one.tokens for one in beside] == alone
+    assert [one.end.cached for one in beside] == [0, cached]

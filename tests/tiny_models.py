@@ -123,6 +123,38 @@ def tiny_windowed(window=32):
 
 
 @functools.cache
+def tiny_recurrent():
+    """Write a model whose memory of a sequence is one state, of which no part can be forgotten."""
+    tiny, inner, state, rank, kernel = Tiny(), 128, 16, 4, 4
+    writer, path = _start("mamba")
+    _hyperparameters(writer, tiny)
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    _tokenizer(writer, tiny)
+    rng = np.random.default_rng(tiny.seed)
+    _random_tensor(writer, rng, "token_embd.weight", (len(_vocabulary()), tiny.dim))
+    _random_tensor(writer, rng, "output_norm.weight", (tiny.dim,))
+    for layer in range(tiny.layers):
+        at = f"blk.{layer}."
+        writer.add_tensor(f"{at}ssm_a", -np.ones((inner, state), np.float32))
+        for name, dims in (
+            ("attn_norm.weight", (tiny.dim,)),
+            ("ssm_in.weight", (2 * inner, tiny.dim)),
+            ("ssm_conv1d.weight", (inner, kernel)),
+            ("ssm_conv1d.bias", (inner,)),
+            ("ssm_x.weight", (rank + 2 * state, inner)),
+            ("ssm_dt.weight", (inner, rank)),
+            ("ssm_dt.bias", (inner,)),
+            ("ssm_d", (inner,)),
+            ("ssm_out.weight", (tiny.dim, inner)),
+        ):
+            _random_tensor(writer, rng, at + name, dims)
+    return _finish(writer, path)
+
+
+@functools.cache
 def tiny_encoder_decoder():
     """Write a T5-shaped model: its decoder answers nothing without its encoder's output."""
     return _t5("t5", ("enc", "dec"))
