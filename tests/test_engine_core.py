@@ -28,7 +28,7 @@ from tiny_models import (
     tiny_windowed,
 )
 
-from trioserve.engine.base import Failed, Finished, FinishReason, SequenceRequest, Token
+from trioserve.engine.base import Failed, Finished, FinishReason, SequenceRequest, SessionOptions, Token
 from trioserve.engine.llama import context as context_module
 from trioserve.engine.llama.context import Context, Outcome
 from trioserve.engine.llama.core import DecodeCore
@@ -996,6 +996,13 @@ def test_sequences_that_begin_alike_are_answered_whoever_comes_goes_or_is_held(p
 
 
 # --- what comes out of real contexts ---
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 16, 17])
+def test_the_numbers_of_rows_of_logits_fill_cache_lines(sequences):
+    parameters = context_module._parameters(SessionOptions(max_sequences=sequences), offloaded=False)
+    assert parameters.n_outputs_max >= sequences
+    assert 4 * parameters.n_outputs_max % 64 == 0
 
 
 @pytest.fixture(scope="module")

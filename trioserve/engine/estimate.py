@@ -183,11 +183,12 @@ def _compute_bytes(header: Header, options: SessionOptions, n_ctx: int) -> int:
     else:
         widest = max(widest, header.number("attention.head_count", 1) * n_ctx)
     batch = _rows(options)
-    outputs = options.max_sequences
+    rows, outputs = options.output_rows, options.max_sequences
     if options.task is Task.EMBED:
-        outputs = 0 if _is_encoder(header) else batch
+        rows = outputs = 0 if _is_encoder(header) else batch
         widest = max(widest, vocabulary if outputs else 0)
-    return _F32 * (batch * (widest + mask + _ACTIVATIONS * width) + outputs * vocabulary)
+    computed = max(batch * (widest + mask + _ACTIVATIONS * width), rows * vocabulary)
+    return _F32 * (computed + outputs * vocabulary)
 
 
 def _input_bytes(header: Header, options: SessionOptions) -> int:

@@ -305,7 +305,7 @@ def _parameters(options: SessionOptions, *, offloaded: bool) -> Any:
         params.n_ubatch = min(options.n_ubatch, params.n_batch)
         params.kv_unified = False
         # One row of logits per sequence is all that is ever asked for; the default reserves one for every token.
-        params.n_outputs_max = options.max_sequences
+        params.n_outputs_max = options.output_rows
     # A cache of the whole context also for layers that look no further back than a window: only then can a sequence go
     # on from any of its tokens, and only then does the estimate of its size hold.
     params.swa_full = True
