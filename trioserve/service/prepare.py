@@ -241,6 +241,7 @@ def prepare(pool: Pool, request: GenerationRequest) -> tuple[SequenceRequest, Ex
     _check_length(len(prompt), pool, request)
     _check_biases(request.sampling, pool.weights.vocab_size)
     constraint = constraint_of(request, expected, pool.weights, lambda: _template(pool).source)
+    may_reuse = request.cache_prompt and pool.config.cache_prompt
     sequence = SequenceRequest(
         prompt=prompt,
         max_tokens=request.max_tokens or pool.n_ctx,
@@ -249,8 +250,8 @@ def prepare(pool: Pool, request: GenerationRequest) -> tuple[SequenceRequest, Ex
         ignore_eos=request.ignore_eos,
         logprobs=request.logprobs,
         constraint=constraint,
-        reuse=request.cache_prompt and pool.config.cache_prompt,
-        share=request.cache_prompt and pool.config.cache_prompt,
+        reuse=may_reuse,
+        share=may_reuse,
     )
     return sequence, expected
 
