@@ -65,5 +65,10 @@ def test_every_session_has_the_adapters_of_the_model(execution):
     assert found.options.adapters == found.private.adapters == (Adapter(Path("a.gguf")), Adapter(Path("b.gguf"), 0.5))
 
 
+def test_sessions_know_how_many_threads_a_step_of_theirs_has_at_most(monkeypatch):
+    monkeypatch.setattr("trioserve.runtime.cores.available_cores", lambda: 8)
+    assert [options(threads=threads).threads for threads in (0, 3, 99)] == [8, 3, 8]
+
+
 def test_inputs_of_a_request_for_vectors_share_a_context():
     assert options(task="embed", batch_capacity=5).max_sequences == 5

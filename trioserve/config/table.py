@@ -109,7 +109,8 @@ class ModelConfig(BaseModel):
     prefill_chunk: Annotated[int, Field(ge=2, le=MAX_CONTEXT_TOKENS)] | None = Field(
         default=None,
         description="With execution fused, most tokens of prompts that a step evaluates while other requests wait for "
-        "their next token; at most n_ubatch. Left out, it is 64 on the CPU and n_ubatch on a GPU.",
+        "their next token; at most n_ubatch. Left out, it is 64 on the CPU, or 16 for each thread if that is more, and "
+        "n_ubatch on a GPU.",
         json_schema_extra={"default_text": "64 or n_ubatch"},
     )
     threads: int = Field(default=0, ge=0, le=1024, description="Cores that the busy slots share; 0 means all of them.")

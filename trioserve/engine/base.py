@@ -106,6 +106,7 @@ class SessionOptions:
         pooling: what makes one vector of a text's many: ``mean``, ``cls`` (the first), ``last``; or ``auto``, the
             model's own way, and the mean where it has none.
         adapters: what the session adds to the weights, which stay as they are for all others; each file once.
+        threads: the most that a step will have: long pieces of prompts are for many of them.
     """
 
     task: Task = Task.GENERATE
@@ -118,6 +119,7 @@ class SessionOptions:
     flash_attention: bool | None = None
     pooling: str = "auto"
     adapters: tuple[Adapter, ...] = ()
+    threads: int = 1
 
     @property
     def output_rows(self) -> int:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from trioserve.config import ModelConfig
 from trioserve.engine.base import Adapter, SessionOptions, Task
+from trioserve.runtime.cores import Cores
 
 DEFAULT_N_CTX = 4096
 
@@ -82,4 +83,5 @@ def _options(config: ModelConfig, model: Described, sequences: int) -> SessionOp
         flash_attention={"auto": None, "on": True, "off": False}[config.flash_attention],
         pooling=config.pooling,
         adapters=tuple(Adapter(adapter.path, adapter.scale) for adapter in config.lora),
+        threads=Cores().share(config.threads),
     )

@@ -16,12 +16,17 @@ _MODES = frozenset({Mode.OFFLINE, Mode.STREAMING, Mode.BATCH})
 
 CPU_CHUNK = 128
 """Tokens of a prompt that one step evaluates on a CPU. A step that has begun keeps its threads, so short steps follow
-the load; larger ones were no faster (SmolLM2-135M: the same from 32 to 512)."""
+the load; larger ones were no faster (SmolLM2-135M: the same from 32 to 512 on two cores)."""
 
 
 CPU_BESIDE = 64
 """The same for a step that other sequences' next tokens are in, which wait for it. With 32 prompts took a fifth longer
-than with 128 (SmolLM2-135M, four sequences), with 64 a tenth."""
+than with 128 (SmolLM2-135M, four sequences, two cores), with 64 a tenth."""
+
+
+CPU_SHARE = 16
+"""Tokens that there are at least for each thread: threads meet after each operation. On 16 cores steps of 256 were the
+best ones for a prompt alone; with 512, four of them side by side, with 4 threads each, took a quarter longer."""
 
 
 GPU_BRIDGE = 8
@@ -59,8 +64,7 @@ class LlamaSession:
         self.n_ctx = options.n_ctx
         self.max_sequences = options.max_sequences
         self._context = Context(model, vocabulary.size, options, adapters, offloaded=offloaded)
-        chunk = options.n_ubatch if offloaded else max(CPU_CHUNK, options.prefill_chunk)
-        chunk = min(options.n_ubatch, options.n_batch, chunk)
+        chunk, beside = pieces(options, offloaded=offloaded)
         self._core = DecodeCore(
             self._context,
             vocabulary,
@@ -68,7 +72,7 @@ class LlamaSession:
             n_ctx=options.n_ctx,
             n_batch=options.n_batch,
             chunk=chunk,
-            beside=options.prefill_chunk or (chunk if offloaded else CPU_BESIDE),
+            beside=beside,
             max_sequences=options.max_sequences,
             on_device=wholly,
             bridge=GPU_BRIDGE if offloaded else 0,
@@ -116,3 +120,17 @@ class LlamaSession:
     def close(self) -> None:
         """Free the context and what its sequences hold."""
         self._core.close()
+
+
+def pieces(options: SessionOptions, *, offloaded: bool) -> tuple[int, int]:
+    """Find how many tokens of prompts a step evaluates.
+
+    Returns:
+        The number for a step that nothing else is in, and the one for a step that others' next tokens wait for.
+    """
+    most = min(options.n_ubatch, options.n_batch)
+    if offloaded:
+        return most, min(most, options.prefill_chunk or most)
+    least = CPU_SHARE * options.threads
+    beside = options.prefill_chunk or max(CPU_BESIDE, least)
+    return min(most, max(CPU_CHUNK, least, beside)), min(most, beside)
