@@ -149,6 +149,12 @@ def bench_sampling(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_conversations(session: nox.Session) -> None:
+    """What conversations that take turns evaluate anew: nox -s bench_conversations -- URL [URL...] [--turns 5]."""
+    run(session, "tests.benchmarks.conversations", *session.posargs)
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
     """Slow and dead clients, three ways: nox -s faults -- --ways serve --faults "stops reading"."""
     with session.chdir(ROOT / "tests"):

@@ -90,6 +90,9 @@ class ScriptedContext:
         self.copied += 1
         return self.truncate(target, tokens)
 
+    def length(self, sequence):
+        return len(self.memory[sequence])
+
     def lower(self):
         self.interrupted = False
 
@@ -474,6 +477,86 @@ def test_a_prompt_that_has_little_in_common_with_any_goes_where_it_leaves_no_gap
     for number in numbers[:3]:  # the one that was left last lies beside the one that lives
         core.remove(number)
     assert [core.add(asking([200 + i], 9)) for i in range(3)] == [2, 1, 0]
+
+
+CONVERSATION = [*counted(10, 40), *counted(100, 60)]
+STRANGER = [*counted(10, 40), *counted(200, 9)]
+
+
+def after_a_conversation(context, **sizes):
+    core = roomy(context, **sizes)
+    ended(core, asking(CONVERSATION, 1))
+    context.batches.clear()
+    return core
+
+
+def test_a_stranger_copies_what_it_has_in_common_with_a_conversation_and_leaves_it_alone():
+    context = ScriptedContext()
+    core = after_a_conversation(context)
+    assert ended(core, asking(STRANGER, 1)).cached == 40
+    assert sum(map(len, context.batches)) == 9
+    assert core.history == CONVERSATION
+    assert sorted(map(len, context.memory.values())) == [len(STRANGER), len(CONVERSATION)]
+    assert core.is_sound(0)
+    assert ended(core, asking([*CONVERSATION, 7, 8, 9], 1)).cached == len(CONVERSATION)
+
+
+def test_a_stranger_that_would_save_little_evaluates_it_rather_than_cost_a_conversation():
+    context = ScriptedContext()
+    core = after_a_conversation(context)
+    assert ended(core, asking([*CONVERSATION[:31], 7, 8, 9], 1)).cached == 0
+    assert context.copied == 0
+    assert core.history == CONVERSATION
+
+
+def test_a_stranger_cuts_a_conversation_down_where_no_other_sequence_is_free():
+    context = ScriptedContext()
+    core = after_a_conversation(context)
+    numbers = [core.add(asking([start], 9)) for start in range(1, MAX_SEQUENCES)]
+    numbers.append(core.add(asking(STRANGER, 1)))
+    assert finish(core, *numbers)[-1].end.cached == 40
+    assert context.copied == 0
+    assert list(core.history) == []
+
+
+def test_the_same_prompt_again_takes_the_place_of_its_own_answer():
+    context = ScriptedContext()
+    core = roomy(context)
+    for cached in (0, 18):
+        number = core.add(asking(counted(10, 20), 80))
+        assert finish(core, number)[0].end.cached == cached
+        core.remove(number)
+    assert [len(memory) for memory in context.memory.values() if memory] == [99]
+
+
+def test_a_stranger_of_a_model_that_cannot_be_copied_in_part_evaluates_all_and_costs_nobody_anything():
+    context = ScriptedContext(truncates=False)
+    core = after_a_conversation(context)
+    for _ in range(2):
+        assert ended(core, asking(STRANGER, 1)).cached == 0
+        assert core.history == CONVERSATION
+        assert core.is_sound(0)
+    assert context.copied == 1, "it is tried once"
+    numbers = [core.add(asking(ALIKE, 3, reuse=False)) for _ in range(2)]
+    assert [answer.end.cached for answer in finish(core, *numbers)] == [0, 0]
+    assert context.copied == 2, "those that live are another matter: a state can be had at its end"
+
+
+def test_who_wants_nothing_that_is_kept_copies_nothing():
+    context = ScriptedContext()
+    core = after_a_conversation(context)
+    assert ended(core, asking(STRANGER, 1, reuse=False)).cached == 0
+    assert context.copied == 0
+    assert core.history == CONVERSATION
+
+
+def test_a_stranger_goes_on_from_one_that_lives_where_that_has_more_than_was_kept():
+    context = ScriptedContext()
+    core = after_a_conversation(context)
+    leader = core.add(asking([*STRANGER[:45], *counted(150, 60)], 1))
+    other = core.add(asking([*STRANGER[:45], *counted(150, 40)], 1))
+    assert [answer.end.cached for answer in finish(core, leader, other)] == [40, 83]
+    assert core.history == CONVERSATION
 
 
 def test_reset_keeps_and_clear_forgets():
@@ -1373,9 +1456,9 @@ def test_nothing_is_kept_of_a_sequence_whose_sampler_could_not_be_made(monkeypat
     ended(core, asking(counted(10, 20), 3))
     monkeypatch.setattr(core, "_sampler", lambda request: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        core.add(asking([*counted(10, 5), 90, 91, 92]))
-    assert core.history == counted(10, 5)
-    assert context.memory[0] == counted(10, 5)
+        core.add(asking([*counted(10, 15), 90, 91, 92]))
+    assert core.history == counted(10, 15)
+    assert context.memory[0] == counted(10, 15)
 
 
 # --- prompts that are alike, on real contexts ---
@@ -1398,6 +1481,18 @@ def test_copies_of_a_beginning_answer_as_if_they_had_evaluated_it(shaped, common
         assert session.is_sound()
     assert [one.tokens for one in beside] == alone
     assert [one.end.cached for one in beside] == [0, *[min(common, LONG - 2)] * 3]
+
+
+def test_what_is_copied_of_a_kept_prompt_is_the_same_to_the_bit(shaped, bits_of, long_request, alone):
+    earlier = [*long_request.prompt[:300], *prompt_of(shaped, 400, seed=3)[1:]]
+    with opened(shaped, n_ctx=1024, max_sequences=2) as session:
+        answer(session, asking(earlier, 1, ignore_eos=True))
+        assert bits_of(session, long_request) == alone
+        for prompt in (earlier, long_request.prompt):
+            number = session.add(asking(prompt, 1))
+            assert finish(session, number)[0].end.cached == len(prompt) - 2, "both are kept"
+            session.remove(number)
+        assert session.is_sound()
 
 
 def test_copies_work_where_layers_look_back_over_a_window():

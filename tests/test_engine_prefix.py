@@ -1,9 +1,10 @@
 """How much two sequences begin with in common."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve.engine.prefix import common_prefix
+from trioserve.engine.prefix import common_prefix, goes_on
 
 tokens = st.lists(st.integers(0, 3), max_size=300)
 
@@ -19,3 +20,20 @@ def test_the_common_prefix_is_found_wherever_it_ends(shared, one, other):
 
 def test_nothing_has_nothing_in_common():
     assert common_prefix([], [1]) == common_prefix([1], []) == 0
+
+
+@pytest.mark.parametrize(
+    ("common", "prompt", "kept", "worth"),
+    [
+        (100, 120, 100, True),  # the next turn of a conversation
+        (100, 120, 200, True),
+        (100, 120, 201, False),  # a stranger with the system prompt of a conversation
+        (100, 100, 5000, True),  # the same prompt once more, after a long answer
+        (10, 100, 10, False),  # the beginning of a chat template
+        (11, 100, 11, True),
+        (0, 0, 0, False),
+        (0, 10, 0, False),
+    ],
+)
+def test_a_prompt_goes_on_where_it_saves_more_than_is_lost(common, prompt, kept, worth):
+    assert goes_on(common, prompt, kept) is worth

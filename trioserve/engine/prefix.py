@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _BLOCK = 64  # tokens that are compared at once
+_LEAST_SHARE = 0.1  # of a prompt; less in common, such as the beginning of a chat template, is no reason for anything
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -17,3 +18,18 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     while end < most and one[end] == other[end]:
         end += 1
     return end
+
+
+def goes_on(common: int, prompt: int, kept: int) -> bool:
+    """Tell whether a prompt should go on from what is kept of another.
+
+    That has to save some of its work, and no more may be lost of what is kept than that: a question with the system
+    prompt of a long conversation is no reason to forget the conversation. A prompt that is there as a whole is the same
+    one again, and costs an answer only.
+
+    Arguments:
+        common: tokens that both begin with.
+        prompt: tokens of the prompt.
+        kept: tokens that are kept.
+    """
+    return common > _LEAST_SHARE * prompt and (common == prompt or kept - common <= common)

@@ -22,7 +22,7 @@ from trioserve.engine.base import (
     UnusableFile,
     Weights,
 )
-from trioserve.engine.prefix import common_prefix
+from trioserve.engine.prefix import common_prefix, goes_on
 from trioserve.errors import InvalidModelError, ModelLoadError
 from trioserve.runtime.arrangement import Arrangement, arrange
 from trioserve.runtime.batch_sessions import BatchSessions
@@ -37,7 +37,6 @@ from trioserve.runtime.weights_cache import WeightsCache
 
 logger = logging.getLogger("trioserve.model")
 
-_LEAST_SHARE = 0.1  # of a prompt; less in common, such as the beginning of a chat template, is no reason for a slot
 _OF_THE_QUEUE = {"lazy", "keep_alive_ms", "busy_timeout_ms", "max_queued_requests"}
 
 
@@ -82,17 +81,18 @@ class Pool:
     def best_slot(self, prompt: Sequence[int], free: Sequence[int]) -> int:
         """Choose the slot that a prompt costs least in.
 
-        That is the one that has most of it in memory; where that is too little to count, one whose memory is empty, or
-        else the one that was used least lately.
+        That is the one that has most of it in memory; where that is too little to count, or less than it would lose of
+        a conversation, one whose memory is empty, or else the one that was used least lately.
 
         Arguments:
             prompt: token ids.
             free: slots to choose from.
         """
-        common = {slot: common_prefix(prompt, self.slots[slot].place.history) for slot in free}
-        best = max(free, key=lambda slot: (common[slot], -slot))
-        if common[best] > _LEAST_SHARE * len(prompt):
-            return best
+        histories = {slot: self.slots[slot].place.history for slot in free}
+        common = {slot: common_prefix(prompt, history) for slot, history in histories.items()}
+        good = [slot for slot in free if goes_on(common[slot], len(prompt), len(histories[slot]))]
+        if good:
+            return max(good, key=lambda slot: (common[slot], -slot))
         return min(free, key=lambda slot: (self.slots[slot].kept_since, slot))
 
     async def wait_unread(self) -> None:

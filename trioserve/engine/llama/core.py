@@ -22,12 +22,11 @@ from trioserve.engine.llama.live import Flying, Live
 from trioserve.engine.llama.sampler import Sampler
 from trioserve.engine.llama.sharing import Sharing
 from trioserve.engine.llama.vocabulary import Vocabulary
-from trioserve.engine.prefix import common_prefix
+from trioserve.engine.prefix import common_prefix, goes_on
 
 _logger = logging.getLogger("trioserve.llama")
 _TOKENS_A_THREAD = 32  # whose embeddings it looks up
 _NOTHING = 0  # a token that every vocabulary has
-_LEAST_SHARE = 0.1  # of a prompt; where less is in common, what a sequence has kept may be worth more to another prompt
 _TURN = 4  # steps; in the last of so many the oldest prompt goes first, however long it is
 
 
@@ -78,6 +77,7 @@ class DecodeCore:
         self._steps = 0
         self._live: dict[int, Live] = {}  # in the order of their arrival
         self._sharing = Sharing(context, self._live, n_ctx)
+        self._parts = True  # until the context turns out to copy no part of what is kept
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
 
@@ -220,24 +220,31 @@ class DecodeCore:
         return events
 
     def _place(self, request: SequenceRequest) -> tuple[int, int]:
-        """Choose the sequence to work in: the one that has most of the prompt, and how many tokens that is.
+        """Choose the sequence to work in, and find how many tokens of the prompt it has.
+
+        It is the one that has most of the prompt, unless more would be lost of what it has kept. Then another sequence
+        copies that, where it is enough.
 
         At least two tokens are evaluated anew. The last one has to be, for its logits; and alone it would be computed
         in another way than in a prompt's chunk, with other last bits: so an answer does not depend on what was kept of
         earlier prompts.
         """
-        most = max(len(request.prompt) - 2, 0) if request.reuse else 0
-        common = {
-            number: min(most, common_prefix(kept, list(request.prompt[: len(kept)])))
-            for number, kept in self._kept.items()
-        }
-        number = max(common, key=lambda number: (common[number], -len(self._kept[number])))
-        if common[number] < _LEAST_SHARE * len(request.prompt):
-            number = self._free_number()
-        cached = common[number]
-        if not self._context.truncate(number, cached):
+        prompt = list(request.prompt) if request.reuse else []
+        common = {number: common_prefix(kept, prompt) for number, kept in self._kept.items()}
+        best = max(common, key=lambda number: (common[number], -len(self._kept[number])))
+        worth = goes_on(common[best], len(prompt), len(self._kept[best]))
+        number = best if worth else self._free_number()
+        most = max(len(prompt) - 2, 0)
+        there, elsewhere = min(common[number], most), min(common[best], most)
+        if self._parts and self._sharing.saves(elsewhere - there):
+            cached = elsewhere
+            good = self._parts = self._context.copy(best, number, cached)
+        else:
+            cached = there
+            good = self._context.truncate(number, cached)
+        if not good:
             cached = 0
-        self._kept[number] = list(request.prompt[:cached])
+        self._kept[number] = prompt[:cached]
         return number, cached
 
     def _free_number(self) -> int:

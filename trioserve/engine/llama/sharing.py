@@ -27,6 +27,10 @@ class Sharing:
         self._least = max(_LEAST_COPY, n_ctx // _CELLS_A_TOKEN)  # tokens that a copy has to save
         self._copies = True  # until the context turns out to have none
 
+    def saves(self, tokens: int) -> bool:
+        """Tell whether to copy so many tokens takes less time than to evaluate them."""
+        return self._copies and tokens >= self._least
+
     def join(self, live: Live) -> None:
         """Have a sequence that is about to live wait for one that begins like it, where that saves enough."""
         if self._copies:
@@ -48,7 +52,7 @@ class Sharing:
                 self._follow(live, others)
                 if live.shared <= there:
                     live.go_alone()
-                    if there - live.cached >= self._least:
+                    if self.saves(there - live.cached):
                         self._copy(live, leader, there)
             if live is not leader and live.number not in held:
                 others.append(live)
@@ -86,7 +90,7 @@ class Sharing:
         leader = max(common, key=common.__getitem__)
         # As with what a sequence has kept, two tokens are evaluated anew.
         shared = min(common[leader], len(prompt) - 2)
-        if shared - live.cached >= self._least:
+        if self.saves(shared - live.cached):
             live.leader, live.shared = leader, shared
 
     def _copy(self, live: Live, leader: Live, tokens: int) -> None:
