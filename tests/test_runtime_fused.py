@@ -11,6 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.engine.base import Failed, Finished, SequenceRequest
 from trioserve.errors import EngineError, ServerBusyError, TrioserveError
 from trioserve.runtime.job import BUFFERED_EVENTS
+from trioserve.runtime.pace import Pace
 from trioserve.scheduling.admission import Ailment
 from trioserve.testing import FakeSession, fake_answer
 
@@ -533,3 +534,10 @@ async def test_an_unload_waits_for_all_and_frees_the_session(fused, engine):
         assert model.status().queued_operations == 1
         engine.step_gate.open()
     assert engine.closed == ["tiny[0]", "tiny"]
+
+
+async def test_steps_with_prompts_take_no_threads_that_would_be_held_up(fused, monkeypatch):
+    monkeypatch.setattr(Pace, "bound", lambda pace, limit: limit - 1)
+    async with fused(slots=2) as model:
+        await answer(model, sequence())
+        assert sessions_of(model)[0].threads == [3, 4, 4, 4, 4]

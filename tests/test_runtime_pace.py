@@ -179,3 +179,38 @@ def test_no_threads_are_taken_away_where_limits_take_turns(own):
         run(pace, 4, QUIET, limit=1)
         given += run(pace, own, QUIET, limit=2)
     assert given.count(1) <= 15
+
+
+def test_another_kind_of_step_is_bound_only_where_more_threads_are_held_up():
+    pace = Pace()
+    assert pace.bound(8) == 8
+    run(pace, 100, CROWDED, limit=8)
+    assert (pace.bound(8), pace.bound(4)) == (1, 4)
+    run(pace, 20_000, QUIET, limit=8)
+    assert pace.bound(8) == 8
+
+
+def test_another_kind_of_step_is_not_bound_by_what_is_best_for_this_one():
+    """Fewer threads may be a little faster for next tokens, and all are for prompts."""
+    pace = Pace()
+    given = run(pace, 200, {8: 0.0030, 4: 0.0025, 2: 0.004, 1: 0.007}, limit=8)
+    assert given[-1] == 4
+    assert pace.bound(8) == 8
+
+
+def test_threads_that_are_held_up_no_more_are_free_for_every_kind_of_step():
+    pace = Pace()
+    run(pace, 100, CROWDED, limit=2)
+    assert pace.bound(2) == 1
+    # Two threads are as fast as one now, and no faster: nothing is adopted, and yet nobody is in the way.
+    run(pace, 20_000, {1: 0.014, 2: 0.014}, limit=2)
+    assert (pace.bound(2), pace.threads(2)) == (2, 1)
+
+
+def test_a_few_threads_more_that_get_on_say_nothing_of_all():
+    pace = Pace()
+    run(pace, 100, CROWDED, limit=8)
+    partly = {1: 0.019, 2: 0.012, 4: 0.9, 8: 1.5}
+    given = run(pace, 6000, partly, limit=8)
+    assert given[-1] == 2
+    assert pace.bound(8) == 2

@@ -166,6 +166,13 @@ async def test_a_model_takes_no_more_cores_than_it_may(model_for):
         assert sessions(model)[0].threads == [3] * 5
 
 
+async def test_a_prompt_takes_no_threads_that_would_be_held_up(model_for, monkeypatch):
+    monkeypatch.setattr(Pace, "bound", lambda pace, limit: limit - 1)
+    async with model_for() as model:
+        await answer(model, sequence())
+        assert sessions(model)[0].threads == [3, 4, 4, 4, 4]
+
+
 async def test_cores_are_shared_among_the_busy_slots_from_step_to_step(model_for, engine, eventually):
     engine.step_gate.shut()
     async with model_for(slots=2) as model, working(model, sequence()) as (_, first):

@@ -122,6 +122,7 @@ class Conductor:
         self._owners: dict[int, Part] = {}  # of the live sequences, by their numbers in the session
         self._suspect = False  # the session has failed, or something was left in it
         self._paces: dict[int, Pace] = {}  # by how many sequences decode
+        self._pace = Pace()  # the one of these that was asked last
         self._flagged = False  # the session's interrupt flag is up
 
     # -- in the event loop
@@ -281,14 +282,16 @@ class Conductor:
         """Take one step, with as many threads as are its share and, where all do the same, worth having."""
         held = [number for number, part in self._owners.items() if part.paused]
         threads = self._cores.share(self._threads)
-        pace = None
-        if not any(part.job.prefilling for part in self._parts):
-            pace = self._paces.setdefault(len(self._owners) - len(held), Pace())
-            threads = pace.threads(threads)
+        alike = not any(part.job.prefilling for part in self._parts)
+        if alike:
+            self._pace = self._paces.setdefault(len(self._owners) - len(held), Pace())
+            threads = self._pace.threads(threads)
+        else:
+            threads = self._pace.bound(threads)
         began = time.perf_counter()
         events = self.pulse.call("evaluating a step", self.session.step, threads, held)
-        if pace is not None and events:
-            pace.note(threads, time.perf_counter() - began)
+        if alike and events:
+            self._pace.note(threads, time.perf_counter() - began)
         return events
 
     def _hand_out(self, events: Sequence[StepEvent]) -> None:

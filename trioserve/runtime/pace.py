@@ -16,6 +16,7 @@ _PATIENCE = {"fewer": 1, "more": 2}
 _MARGIN = 0.9  # a trial must be faster by a tenth to change anything
 _SHORT = 0.001  # seconds; on shorter steps there is nothing to win
 _SLUMP = 2.5  # a step that takes so many times longer than usual asks for a trial, or ends one
+_HELD_UP = 1.5  # where twice the threads take so many times longer, others are in their way
 _FIRST = {"fewer": 3, "more": 6}  # steps until the first trial
 _GROWTH = 4  # after each trial in vain the next one is so many times further away
 _LONGEST = {"fewer": 256, "more": 4096}
@@ -49,6 +50,18 @@ class Pace:
                 self._search.resume()
             return self._search.threads()
 
+    def bound(self, limit: int) -> int:
+        """Threads that a step of another kind should take at most: fewer only where more would be held up by others.
+
+        That holds for all kinds of steps; how many threads are best for one of them says nothing about the others.
+
+        Arguments:
+            limit: the most it may take.
+        """
+        with self._lock:
+            search = self._searches.get(limit)
+            return search.bound() if search is not None else limit
+
     def note(self, threads: int, seconds: float) -> None:
         """Tell how long a step took.
 
@@ -74,6 +87,7 @@ class _Search:
         self._due = dict(_FIRST)
         self._interval = dict(_FIRST)
         self._put_off = False  # whether ``resume`` has done that with the next trial
+        self._held_up: int | None = None  # so many threads were, by other programs, when they were tried last
 
     def resume(self) -> None:
         """Go on after a time with another limit.
@@ -91,11 +105,15 @@ class _Search:
             self._trial = self._next_trial()
         return self._trial or self._current
 
+    def bound(self) -> int:
+        """See ``Pace.bound``."""
+        return self.limit if self._held_up is None else self._current
+
     def note(self, threads: int, seconds: float) -> None:
         """See ``Pace.note``."""
         if threads == self._trial:
             self._steps += 1
-            self._judge(seconds)
+            self._judge(threads, seconds)
         elif threads == self._current:  # or it was begun before something changed, and tells nothing
             self._steps += 1
             self._compare(seconds)
@@ -122,11 +140,15 @@ class _Search:
             return min(2 * self._current, self.limit)
         return None
 
-    def _judge(self, seconds: float) -> None:
+    def _judge(self, threads: int, seconds: float) -> None:
         """Take one step of a trial into account, and end it when it has shown enough."""
         usual, direction = median(self._recent), self._direction
         self._tried.append(seconds)
         faster = sum(tried < _MARGIN * usual for tried in self._tried)
+        if direction == "more" and seconds > _HELD_UP * usual:
+            self._held_up = threads
+        elif self._held_up is not None and threads >= self._held_up:
+            self._held_up = None
         if faster == _PROOF:
             self._adopt()
         elif seconds > _SLUMP * usual or len(self._tried) - faster == _PATIENCE[direction]:
@@ -137,6 +159,8 @@ class _Search:
     def _adopt(self) -> None:
         direction = self._direction
         assert self._trial is not None, "only a trial is adopted"
+        if direction == "fewer" and max(self._tried) * _HELD_UP < median(self._recent):
+            self._held_up = self._current
         self._current = self._trial
         self._recent.clear()
         self._recent.extend(self._tried)

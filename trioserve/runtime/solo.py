@@ -107,8 +107,12 @@ class Solo:
     def _step(self, session: Session, job: Job) -> Sequence[StepEvent]:
         """Take one step, with as many threads as are its share and worth having."""
         prefilling = job.prefilling
-        pace = self._paces.prefill if prefilling else self._paces.decode
-        threads = pace.threads(self._cores.share(self._threads))
+        threads = self._cores.share(self._threads)
+        if prefilling:  # a short prompt is over before there is anything to compare
+            pace, threads = self._paces.prefill, self._paces.decode.bound(threads)
+        else:
+            pace = self._paces.decode
+        threads = pace.threads(threads)
         began = time.perf_counter()
         events = self.pulse.call("evaluating a step", session.step, threads)
         # The last piece of a prompt is of any length, and an interrupted step of none: they prove nothing.
