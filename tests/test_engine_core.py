@@ -529,6 +529,77 @@ def test_the_same_prompt_again_takes_the_place_of_its_own_answer():
     assert [len(memory) for memory in context.memory.values() if memory] == [99]
 
 
+def test_a_conversation_that_begins_like_a_stranger_is_set_aside_while_there_is_an_empty_sequence():
+    context = ScriptedContext()
+    core = roomy(context)
+    conversation = [*counted(10, 60), *counted(100, 40)]
+    ended(core, asking(conversation, 1))
+    for place in range(1, MAX_SEQUENCES):
+        stranger = [*counted(10, 60), *counted(150 + 20 * place, 35)]
+        assert ended(core, asking(stranger, 1)).cached == 60
+        assert context.copied == place
+        assert core.is_sound(0)
+    assert ended(core, asking([*counted(10, 60), 7, 8, 9], 1)).cached == 60, "all sequences are taken"
+    assert context.copied == MAX_SEQUENCES - 1
+    assert ended(core, asking([*conversation, 7, 8, 9], 1)).cached == len(conversation)
+
+
+def test_a_conversation_next_to_one_that_lives_makes_room_and_is_not_lost():
+    context = ScriptedContext()
+    core = roomy(context)
+    numbers = [core.add(asking(prompt, 90)) for prompt in ([1, 2], CONVERSATION)]
+    while len(context.memory[numbers[1]]) < len(CONVERSATION):
+        core.step(1)
+    core.remove(numbers[1])
+    assert core.add(asking([200, 201], 1, reuse=False)) == numbers[1]
+    assert core.is_sound(2)
+    number = core.add(asking([*CONVERSATION, 7, 8, 9], 1))
+    assert number == MAX_SEQUENCES - 1, "where it is least in the way"
+    assert core._live[number].cached == len(CONVERSATION)
+
+
+def test_what_is_set_aside_is_as_old_as_it_was():
+    core = roomy(ScriptedContext())
+    numbers = [core.add(asking([40 * place, *counted(60 * place, 79)], 1)) for place in range(3)]
+    finish(core, *numbers)
+    for number in (1, 0, 2):
+        core.remove(number)
+    oldest, newer, newest = (core._kept[number] for number in (1, 0, 2))
+    ended(core, asking([*newer[:41], 250], 1))
+    assert [tokens for tokens in core._kept.values() if len(tokens) > 42] == [oldest, newer, newest]
+
+
+def test_an_end_that_is_evaluated_as_soon_as_copied_is_not_set_aside():
+    context = ScriptedContext()
+    core = roomy(context)
+    ended(core, asking(counted(10, 91), 1))
+    assert ended(core, asking([*counted(10, 60), 7, 8, 9], 1)).cached == 60
+    assert context.copied == 0
+
+
+def test_a_conversation_that_a_model_cannot_copy_is_lost_and_its_sequence_is_not(monkeypatch):
+    context = ScriptedContext()
+    core = roomy(context)
+    ended(core, asking([*counted(10, 60), *counted(100, 40)], 1))
+    monkeypatch.setattr(context, "copy", lambda source, target, tokens: context.truncate(target, 0) and False)
+    assert ended(core, asking([*counted(10, 60), 7, 8, 9], 1)).cached == 60
+    assert core.is_sound(0)
+
+
+def test_a_prompt_takes_the_place_of_what_it_goes_on_from_also_where_another_has_more_of_it():
+    context = ScriptedContext()
+    core = roomy(context)
+    branch = [*counted(10, 90), *counted(150, 95)]
+    prompts = [branch, counted(10, 40), counted(200, 30), counted(100, 30)]
+    numbers = [core.add(asking(prompt, 1, share=False)) for prompt in prompts]
+    finish(core, *numbers)
+    for number in reversed(numbers):
+        core.remove(number)
+    number = core.add(asking([*counted(10, 90), 7, 8, 9], 1))
+    assert (number, core._live[number].cached, context.copied) == (numbers[1], 90, 1)
+    assert [core._kept[number] for number in (3, 2, 0)] == [prompts[3], prompts[2], branch], "nobody lost anything"
+
+
 def test_a_stranger_of_a_model_that_cannot_be_copied_in_part_evaluates_all_and_costs_nobody_anything():
     context = ScriptedContext(truncates=False)
     core = after_a_conversation(context)
@@ -1493,6 +1564,19 @@ def test_what_is_copied_of_a_kept_prompt_is_the_same_to_the_bit(shaped, bits_of,
             assert finish(session, number)[0].end.cached == len(prompt) - 2, "both are kept"
             session.remove(number)
         assert session.is_sound()
+
+
+def test_a_conversation_that_was_set_aside_goes_on_with_the_same_bits(shaped, bits_of, long_request, alone):
+    stranger = [*long_request.prompt[:500], *prompt_of(shaped, 90, seed=3)[1:]]
+    with opened(shaped, n_ctx=1024, max_sequences=2) as session:
+        assert bits_of(session, long_request) == alone
+        for number in [session.add(asking(stranger, 1)) for _ in range(2)]:  # before anything is evaluated
+            session.remove(number)
+        assert session.is_sound()
+        assert bits_of(session, long_request) == alone
+        number = session.add(long_request)
+        assert finish(session, number)[0].end.cached == len(long_request.prompt) - 2
+        session.remove(number)
 
 
 def test_copies_work_where_layers_look_back_over_a_window():

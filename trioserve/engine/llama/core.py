@@ -222,8 +222,8 @@ class DecodeCore:
     def _place(self, request: SequenceRequest) -> tuple[int, int]:
         """Choose the sequence to work in, and find how many tokens of the prompt it has.
 
-        It is the one that has most of the prompt, unless more would be lost of what it has kept. Then another sequence
-        copies that, where it is enough.
+        It is the one that has most of the prompt, of those that would lose no more of what they have kept than that
+        saves. Where another one has enough more of it, that is copied.
 
         At least two tokens are evaluated anew. The last one has to be, for its logits; and alone it would be computed
         in another way than in a prompt's chunk, with other last bits: so an answer does not depend on what was kept of
@@ -231,9 +231,11 @@ class DecodeCore:
         """
         prompt = list(request.prompt) if request.reuse else []
         common = {number: common_prefix(kept, prompt) for number, kept in self._kept.items()}
-        best = max(common, key=lambda number: (common[number], -len(self._kept[number])))
-        worth = goes_on(common[best], len(prompt), len(self._kept[best]))
-        number = best if worth else self._free_number()
+        worth = [number for number, kept in self._kept.items() if goes_on(common[number], len(prompt), len(kept))]
+        number = max(worth, key=lambda one: (common[one], -len(self._kept[one]))) if worth else self._free_number()
+        if common[number] < len(request.prompt):  # or else it is the same one again, and only an answer is lost
+            self._set_aside(number, common[number])
+        best = max(common, key=common.__getitem__)
         most = max(len(prompt) - 2, 0)
         there, elsewhere = min(common[number], most), min(common[best], most)
         if self._parts and self._sharing.saves(elsewhere - there):
@@ -253,12 +255,28 @@ class DecodeCore:
         Sequences with numbers in a row are evaluated together. Among equals it is an empty one, or else the one that
         was left first.
         """
+        return min(self._kept, key=lambda number: (self._distance(number), bool(self._kept[number])))
 
-        def cost(number: int) -> tuple[int, bool]:
-            distance = min((abs(number - live) for live in self._live), default=0)
-            return distance, bool(self._kept[number])
+    def _distance(self, number: int) -> int:
+        """How far a sequence is from the nearest live one."""
+        return min((abs(number - live) for live in self._live), default=0)
 
-        return min(self._kept, key=cost)
+    def _set_aside(self, number: int, left: int) -> None:
+        """Have an empty sequence, where there is one, take over what another has kept.
+
+        Arguments:
+            number: of the other one, which is about to lose it.
+            left: tokens that it will not lose: a copy has to be worth it.
+        """
+        kept = self._kept[number]
+        empty = [one for one, tokens in self._kept.items() if not tokens]
+        if not empty or not self._sharing.saves(len(kept) - left):
+            return
+        spare = max(empty, key=self._distance)  # where it is least in the way
+        if self._context.copy(number, spare, len(kept)):
+            # It is as old there as it was.
+            order = {spare if one == number else one: tokens for one, tokens in self._kept.items() if one != spare}
+            self._kept = {number: kept, **order}
 
     def _note_evaluated(self) -> None:
         """Move what was offered in a step that succeeded to what is known."""
