@@ -38,6 +38,7 @@ LONG = list(range(100))
         ([Kept([*LONG[:50], *range(500, 551)], 2), Kept([])], LONG, 1),  # it would lose more than it gives
         ([Kept([*LONG[:50], *range(500, 551)], 2), Kept([*LONG[:40], *range(500, 600)], 1)], LONG, 1),
         ([Kept([*LONG[:50], *range(500, 900)], 2), Kept([*LONG[:20], 7], 3), Kept([])], LONG, 1),
+        ([Kept([*LONG[:50], *range(500, 540)], 2), Kept([*LONG[:50], 7], 1)], LONG, 1),  # of two that give as much
         ([Kept([*LONG, *range(500, 900)], 2), Kept([])], LONG, 0),  # the same again
         ([Kept([7], 5), Kept([8], 3), Kept([9], 4)], LONG, 1),
         ([Kept([7], 5), Kept([]), Kept([])], LONG, 1),
