@@ -457,7 +457,7 @@ def test_the_sequence_that_has_most_of_a_prompt_takes_it():
     for number in numbers:
         core.remove(number)
     assert core.history == counted(10, 20)
-    assert core.add(asking(counted(10, 8))) == numbers[0]
+    assert core.add(asking(counted(10, 12))) == numbers[0]
 
 
 def test_a_prompt_that_has_little_in_common_with_any_takes_an_empty_sequence_or_the_one_that_was_left_first():
@@ -584,6 +584,23 @@ def test_a_conversation_that_a_model_cannot_copy_is_lost_and_its_sequence_is_not
     monkeypatch.setattr(context, "copy", lambda source, target, tokens: context.truncate(target, 0) and False)
     assert ended(core, asking([*counted(10, 60), 7, 8, 9], 1)).cached == 60
     assert core.is_sound(0)
+
+
+def test_the_next_turn_without_the_thoughts_of_the_last_takes_the_place_of_its_answer():
+    context = ScriptedContext()
+    core = roomy(context)
+    ended(core, asking(counted(10, 40), 99))
+    assert ended(core, asking([*counted(10, 40), 7, 8, 9], 1)).cached == 40
+    assert context.copied == 0
+    assert [len(memory) for memory in context.memory.values() if memory] == [43]
+
+
+def test_what_is_kept_of_a_prompt_that_was_given_up_is_not_taken_for_an_answer():
+    core = roomy(ScriptedContext())
+    number = core.add(asking(counted(10, 90), 9))
+    core.step(1)
+    core.remove(number)
+    assert (len(core.history), core.history.asked) == (20, 20)
 
 
 def test_a_prompt_takes_the_place_of_what_it_goes_on_from_also_where_another_has_more_of_it():

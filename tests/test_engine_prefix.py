@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve.engine.prefix import common_prefix, goes_on
+from trioserve.engine.prefix import Kept, common_prefix, goes_on
 
 tokens = st.lists(st.integers(0, 3), max_size=300)
 
@@ -23,17 +23,22 @@ def test_nothing_has_nothing_in_common():
 
 
 @pytest.mark.parametrize(
-    ("common", "prompt", "kept", "worth"),
+    ("common", "prompt", "asked", "answered", "worth"),
     [
-        (100, 120, 100, True),  # the next turn of a conversation
-        (100, 120, 200, True),
-        (100, 120, 201, False),  # a stranger with the system prompt of a conversation
-        (100, 100, 5000, True),  # the same prompt once more, after a long answer
-        (10, 100, 10, False),  # the beginning of a chat template
-        (11, 100, 11, True),
-        (0, 0, 0, False),
-        (0, 10, 0, False),
+        (100, 120, 60, 40, True),  # the next turn of a conversation
+        (100, 120, 160, 40, True),
+        (100, 120, 160, 41, False),  # a stranger with the system prompt of a conversation
+        (100, 100, 100, 5000, True),  # the same prompt once more, after a long answer
+        (100, 120, 100, 5000, True),  # the next turn, without the thoughts
+        (100, 120, 104, 5000, True),  # which the template had opened
+        (100, 120, 105, 5000, False),
+        (100, 100, 5000, 0, False),  # an early turn of a conversation once more
+        (10, 100, 10, 0, False),  # the beginning of a chat template
+        (11, 100, 11, 0, True),
+        (0, 0, 0, 0, False),
+        (0, 10, 0, 0, False),
+        (1, 2, 3, 90, False),
     ],
 )
-def test_a_prompt_goes_on_where_it_saves_more_than_is_lost(common, prompt, kept, worth):
-    assert goes_on(common, prompt, kept) is worth
+def test_a_prompt_goes_on_where_it_saves_more_than_is_lost(common, prompt, asked, answered, worth):
+    assert goes_on(common, prompt, Kept(range(asked + answered), asked)) is worth

@@ -153,7 +153,7 @@ async def test_a_model_that_rests_has_no_thread_at_work(fused, eventually):
 async def test_a_slot_keeps_nothing_for_itself(fused):
     async with fused(slots=2) as model:
         await answer(model, sequence())
-        assert [slot.place.history for slot in model.pool.slots] == [(), ()]
+        assert [slot.place.history for slot in model.pool.slots] == [[], []]
 
 
 # -- leaving

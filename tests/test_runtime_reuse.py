@@ -5,16 +5,17 @@ import trio
 from tiny_models import GREEDY, tiny_model
 
 from trioserve.config import Config, ModelConfig
+from trioserve.engine.prefix import Kept
 from trioserve.runtime.pool import Pool
 from trioserve.service import Done, GenerationRequest, TokenPrompt, open_service
 
 
-class Kept:
+class Used:
     """A slot, as far as the choice goes."""
 
-    def __init__(self, history, kept_since=0.0):
+    def __init__(self, history, kept_since=0.0, asked=None):
         self.place = self
-        self.history = history
+        self.history = Kept(history, asked)
         self.kept_since = kept_since if history else 0
 
 
@@ -29,20 +30,21 @@ LONG = list(range(100))
 @pytest.mark.parametrize(
     ("slots", "prompt", "best"),
     [
-        ([Kept([]), Kept(LONG, 1)], LONG, 1),
-        ([Kept(LONG[:50], 2), Kept(LONG[:60], 1)], LONG, 1),
-        ([Kept(LONG[:50], 2), Kept(LONG[:50], 1)], LONG, 0),
-        ([Kept(LONG[:10], 2), Kept([])], LONG, 1),  # a tenth is too little to count
-        ([Kept(LONG[:11], 2), Kept([])], LONG, 0),
-        ([Kept([*LONG[:50], *range(500, 550)], 2), Kept([])], LONG, 0),
-        ([Kept([*LONG[:50], *range(500, 551)], 2), Kept([])], LONG, 1),  # it would lose more than it gives
-        ([Kept([*LONG[:50], *range(500, 551)], 2), Kept([*LONG[:40], *range(500, 600)], 1)], LONG, 1),
-        ([Kept([*LONG[:50], *range(500, 900)], 2), Kept([*LONG[:20], 7], 3), Kept([])], LONG, 1),
-        ([Kept([*LONG[:50], *range(500, 540)], 2), Kept([*LONG[:50], 7], 1)], LONG, 1),  # of two that give as much
-        ([Kept([*LONG, *range(500, 900)], 2), Kept([])], LONG, 0),  # the same again
-        ([Kept([7], 5), Kept([8], 3), Kept([9], 4)], LONG, 1),
-        ([Kept([7], 5), Kept([]), Kept([])], LONG, 1),
-        ([Kept([]), Kept([])], [], 0),
+        ([Used([]), Used(LONG, 1)], LONG, 1),
+        ([Used(LONG[:50], 2), Used(LONG[:60], 1)], LONG, 1),
+        ([Used(LONG[:50], 2), Used(LONG[:50], 1)], LONG, 0),
+        ([Used(LONG[:10], 2), Used([])], LONG, 1),  # a tenth is too little to count
+        ([Used(LONG[:11], 2), Used([])], LONG, 0),
+        ([Used([*LONG[:50], *range(500, 550)], 2), Used([])], LONG, 0),
+        ([Used([*LONG[:50], *range(500, 551)], 2), Used([])], LONG, 1),  # it would lose more than it gives
+        ([Used([*LONG[:50], *range(500, 551)], 2), Used([*LONG[:40], *range(500, 600)], 1)], LONG, 1),
+        ([Used([*LONG[:50], *range(500, 900)], 2), Used([*LONG[:20], 7], 3), Used([])], LONG, 1),
+        ([Used([*LONG[:50], *range(500, 540)], 2), Used([*LONG[:50], 7], 1)], LONG, 1),  # of two that give as much
+        ([Used([*LONG, *range(500, 900)], 2, asked=100), Used([])], LONG, 0),  # the same again
+        ([Used([*LONG[:60], *range(500, 900)], 2, asked=60), Used([])], LONG, 0),  # the next turn, without thoughts
+        ([Used([7], 5), Used([8], 3), Used([9], 4)], LONG, 1),
+        ([Used([7], 5), Used([]), Used([])], LONG, 1),
+        ([Used([]), Used([])], [], 0),
     ],
 )
 def test_the_slot_that_costs_least(slots, prompt, best):
@@ -50,7 +52,7 @@ def test_the_slot_that_costs_least(slots, prompt, best):
 
 
 def test_only_free_slots_are_chosen():
-    assert choose([Kept(LONG, 1), Kept([8], 3), Kept([9], 2)], LONG, free=[1, 2]) == 2
+    assert choose([Used(LONG, 1), Used([8], 3), Used([9], 2)], LONG, free=[1, 2]) == 2
 
 
 async def ask(service, prompt, **fields):

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from trioserve.engine.prefix import Kept
 from trioserve.engine.sampling import Sampling
 
 MAX_SLOTS = 16
@@ -364,7 +365,7 @@ class Session(Protocol):
         ...
 
     @property
-    def history(self) -> Sequence[int]:
+    def history(self) -> Kept:
         """Tokens of earlier sequences that the next one may begin with at no cost. Only while no thread is inside."""
         ...
 

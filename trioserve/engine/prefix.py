@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _BLOCK = 64  # tokens that are compared at once
 _LEAST_SHARE = 0.1  # of a prompt; less in common, such as the beginning of a chat template, is no reason for anything
+
+_OPENING = 4  # tokens that a template may open an answer with, and leave out in the next turn, such as "<think>"
+
+
+class Kept(list[int]):
+    """Tokens whose memory is kept for a prompt that begins like them: an earlier prompt's, and its answer's.
+
+    Arguments:
+        tokens: token ids.
+        asked: how many of them are the prompt's; all, by default.
+    """
+
+    def __init__(self, tokens: Iterable[int] = (), asked: int | None = None) -> None:
+        super().__init__(tokens)
+        self.asked = len(self) if asked is None else asked
+
+    def at_stake(self, common: int) -> int:
+        """Count the tokens that somebody may miss who comes back, if a prompt goes on after so many of these.
+
+        Where it has all of the earlier prompt, it is that one's next turn, or the same one again. Then nobody misses
+        the rest of the answer: the next turn doesn't have it, as with thoughts, which templates leave out.
+        """
+        return 0 if 0 < self.asked - _OPENING <= common else len(self) - common
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -20,16 +43,15 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return end
 
 
-def goes_on(common: int, prompt: int, kept: int) -> bool:
+def goes_on(common: int, prompt: int, kept: Kept) -> bool:
     """Tell whether a prompt should go on from what is kept of another.
 
     That has to save some of its work, and no more may be lost of what is kept than that: a question with the system
-    prompt of a long conversation is no reason to forget the conversation. A prompt that is there as a whole is the same
-    one again, and costs an answer only.
+    prompt of a long conversation is no reason to forget the conversation.
 
     Arguments:
         common: tokens that both begin with.
         prompt: tokens of the prompt.
-        kept: tokens that are kept.
+        kept: what is kept.
     """
-    return common > _LEAST_SHARE * prompt and (common == prompt or kept - common <= common)
+    return common > _LEAST_SHARE * prompt and kept.at_stake(common) <= common

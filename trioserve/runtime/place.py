@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
+from trioserve.engine.prefix import Kept
 from trioserve.runtime.job import Job
 from trioserve.runtime.pulse import Pulse
 
@@ -28,7 +28,7 @@ class Place(Protocol):
         ...
 
     @property
-    def history(self) -> Sequence[int]:
+    def history(self) -> Kept:
         """Tokens that this slot's next sequence may begin with at no cost, and no other slot's. While it is idle."""
         ...
 

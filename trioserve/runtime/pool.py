@@ -90,7 +90,7 @@ class Pool:
         """
         histories = {slot: self.slots[slot].place.history for slot in free}
         common = {slot: common_prefix(prompt, history) for slot, history in histories.items()}
-        good = [slot for slot in free if goes_on(common[slot], len(prompt), len(histories[slot]))]
+        good = [slot for slot in free if goes_on(common[slot], len(prompt), histories[slot])]
         if good:
             return max(good, key=lambda slot: (common[slot], -len(histories[slot]), -slot))
         return min(free, key=lambda slot: (self.slots[slot].kept_since, slot))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from trioserve.engine.base import Session
+from trioserve.engine.prefix import Kept
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.job import Job
 from trioserve.runtime.pulse import Pulse
@@ -41,7 +42,7 @@ class PrivatePlace:
         return self._solo.pulse
 
     @property
-    def history(self) -> Sequence[int]:
+    def history(self) -> Kept:
         """What the session has kept."""
         return self.session.history
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from trioserve.engine.base import Session
+from trioserve.engine.prefix import Kept
 from trioserve.runtime.batch_sessions import BatchSessions
 from trioserve.runtime.conductor import Conductor
 from trioserve.runtime.job import Job
@@ -39,9 +38,9 @@ class SharedPlace:
         return self._conductor.broken
 
     @property
-    def history(self) -> Sequence[int]:
+    def history(self) -> Kept:
         """Nothing: what earlier sequences have left is there for every slot."""
-        return ()
+        return Kept()
 
     def interrupt(self) -> None:
         """See to it soon that the job is wanted no more."""

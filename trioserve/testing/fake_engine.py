@@ -34,6 +34,7 @@ from trioserve.engine.base import (
     UnfitOptions,
     Work,
 )
+from trioserve.engine.prefix import Kept
 from trioserve.engine.text import TextAssembler
 from trioserve.testing.gate import ThreadGate
 
@@ -247,7 +248,7 @@ class FakeSession:
         self.max_sequences = options.max_sequences
         self.name = name
         self.options = options
-        self.history: Sequence[int] = ()
+        self.history = Kept()
         self.threads: list[int] = []
         self.resets = 0
         self._engine = engine

@@ -11,7 +11,7 @@ while the device is at work, and it has nothing to wait for but the choice of to
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
 from trioserve.engine.base import ConstraintError, Failed, Finished, FinishReason, SequenceRequest, StepEvent, Token
@@ -22,7 +22,7 @@ from trioserve.engine.llama.live import Flying, Live
 from trioserve.engine.llama.sampler import Sampler
 from trioserve.engine.llama.sharing import Sharing
 from trioserve.engine.llama.vocabulary import Vocabulary
-from trioserve.engine.prefix import common_prefix, goes_on
+from trioserve.engine.prefix import Kept, common_prefix, goes_on
 
 _logger = logging.getLogger("trioserve.llama")
 _TOKENS_A_THREAD = 32  # whose embeddings it looks up
@@ -79,7 +79,7 @@ class DecodeCore:
         self._sharing = Sharing(context, self._live, n_ctx)
         self._parts = True  # until the context turns out to copy no part of what is kept
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
-        self._kept: dict[int, list[int]] = {number: [] for number in range(max_sequences)}
+        self._kept = {number: Kept() for number in range(max_sequences)}
 
     def add(self, request: SequenceRequest) -> int:
         """Take a sequence in.
@@ -118,18 +118,18 @@ class DecodeCore:
         )
 
     @property
-    def history(self) -> Sequence[int]:
+    def history(self) -> Kept:
         """The longest run of tokens that the next sequence may begin with at no cost."""
-        return max(self._kept.values(), key=len, default=())
+        return max(self._kept.values(), key=len, default=Kept())
 
     def remove(self, number: int) -> None:
         """End a sequence. Its memory is kept for one that begins like it, as far as it is known to be good."""
         live = self._live.pop(number)
         live.sampler.close()
-        self._kept[number] = []  # whatever comes of the next lines, the number is not lost
+        self._kept[number] = Kept()  # whatever comes of the next lines, the number is not lost
         self._sharing.leave(live)
         if self._context.truncate(number, len(live.known)):
-            self._kept[number] = live.known
+            self._kept[number] = Kept(live.known, min(len(live.prompt), len(live.known)))
 
     def resume(self) -> None:
         """Have the live sequences go on after an interrupt, each from its last good step."""
@@ -152,7 +152,7 @@ class DecodeCore:
         """Forget all sequences, live and kept, and lower the abort flag."""
         self._close_samplers()
         self._flight = None
-        self._kept = {number: [] for number in range(self._max_sequences)}
+        self._kept = {number: Kept() for number in range(self._max_sequences)}
         self._live.clear()
         self._context.reset()
 
@@ -231,10 +231,9 @@ class DecodeCore:
         """
         prompt = list(request.prompt) if request.reuse else []
         common = {number: common_prefix(kept, prompt) for number, kept in self._kept.items()}
-        worth = [number for number, kept in self._kept.items() if goes_on(common[number], len(prompt), len(kept))]
+        worth = [number for number, kept in self._kept.items() if goes_on(common[number], len(prompt), kept)]
         number = max(worth, key=lambda one: (common[one], -len(self._kept[one]))) if worth else self._free_number()
-        if common[number] < len(request.prompt):  # or else it is the same one again, and only an answer is lost
-            self._set_aside(number, common[number])
+        self._set_aside(number, common[number])
         best = max(common, key=common.__getitem__)
         most = max(len(prompt) - 2, 0)
         there, elsewhere = min(common[number], most), min(common[best], most)
@@ -246,7 +245,7 @@ class DecodeCore:
             good = self._context.truncate(number, cached)
         if not good:
             cached = 0
-        self._kept[number] = prompt[:cached]
+        self._kept[number] = Kept(prompt[:cached])
         return number, cached
 
     def _free_number(self) -> int:
@@ -261,16 +260,16 @@ class DecodeCore:
         """How far a sequence is from the nearest live one."""
         return min((abs(number - live) for live in self._live), default=0)
 
-    def _set_aside(self, number: int, left: int) -> None:
-        """Have an empty sequence, where there is one, take over what another has kept.
+    def _set_aside(self, number: int, common: int) -> None:
+        """Have an empty sequence, where there is one, take over what another has kept, where that is worth a copy.
 
         Arguments:
             number: of the other one, which is about to lose it.
-            left: tokens that it will not lose: a copy has to be worth it.
+            common: tokens that it will not lose.
         """
         kept = self._kept[number]
         empty = [one for one, tokens in self._kept.items() if not tokens]
-        if not empty or not self._sharing.saves(len(kept) - left):
+        if not empty or not self._sharing.saves(kept.at_stake(common)):
             return
         spare = max(empty, key=self._distance)  # where it is least in the way
         if self._context.copy(number, spare, len(kept)):
@@ -358,7 +357,7 @@ class DecodeCore:
         """Free what was evaluated for nothing. A model that can't forget a part of a sequence gets no more of it."""
         for number in bridges:
             if not self._context.truncate(number, len(self._kept[number])):
-                self._kept[number] = []
+                self._kept[number] = Kept()
                 self._bridge = 0
 
     def _fill(self, counts: Mapping[Live, int], bridges: Iterable[int]) -> list[Flying]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from trioserve.engine.base import Embedded, EmbeddingInput, Failed, Mode, SessionOptions, StepEvent, Task, Traits, Work
 from trioserve.engine.llama.adapters import Adapters
 from trioserve.engine.llama.context import Batch, Context, Outcome
+from trioserve.engine.prefix import Kept
 
 _MODES = frozenset({Mode.OFFLINE, Mode.BATCH})
 
@@ -60,9 +61,9 @@ class EmbeddingSession:
         return number
 
     @property
-    def history(self) -> Sequence[int]:
+    def history(self) -> Kept:
         """Nothing is kept for later texts."""
-        return ()
+        return Kept()
 
     def step(self, threads: int, held: Collection[int] = ()) -> Sequence[StepEvent]:
         """Evaluate as many of the waiting texts as fit together, the oldest in any case."""

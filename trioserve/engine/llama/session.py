@@ -11,6 +11,7 @@ from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.core import DecodeCore
 from trioserve.engine.llama.vocabulary import Vocabulary
+from trioserve.engine.prefix import Kept
 
 _MODES = frozenset({Mode.OFFLINE, Mode.STREAMING, Mode.BATCH})
 
@@ -93,7 +94,7 @@ class LlamaSession:
         self._core.remove(sequence)
 
     @property
-    def history(self) -> Sequence[int]:
+    def history(self) -> Kept:
         """What the next sequence may begin with at no cost."""
         return self._core.history
 
