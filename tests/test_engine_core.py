@@ -48,6 +48,7 @@ class ScriptedContext:
     def __init__(self, outcomes=(), *, truncates=True):
         self.outcomes = list(outcomes)
         self.truncates = truncates
+        self.divisible = True
         self.memory = collections.defaultdict(list)
         self.batches = []
         self.errors = ["the script says so"]
@@ -1605,6 +1606,23 @@ def test_copies_work_where_layers_look_back_over_a_window():
             beside = finish(session, *[session.add(request) for _ in range(3)])
     assert [one.tokens for one in beside] == [alone] * 3
     assert [one.end.cached for one in beside] == [0, 198, 198]
+
+
+def test_a_state_is_not_lost_to_a_prompt_that_could_have_no_part_of_it():
+    with loaded(tiny_recurrent()) as weights, opened(weights, max_sequences=2) as session:
+        prompt = prompt_of(weights, 100)
+        answer(session, asking(prompt_of(weights, 40, seed=1), 4, ignore_eos=True))
+        answer(session, asking(prompt, 4, ignore_eos=True))
+        kept = list(session.history)
+        assert len(kept) == 103
+        stranger = session.add(asking([*prompt[:90], 5, 6, 7], 4, ignore_eos=True))
+        assert finish(session, stranger)[0].end.cached == 0
+        session.remove(stranger)
+        assert list(session.history) == kept
+        number = session.add(asking([*kept, 5, 6, 7], 4, ignore_eos=True))
+        assert finish(session, number)[0].end.cached == len(kept)
+        session.remove(number)
+        assert session.is_sound()
 
 
 @pytest.mark.parametrize(

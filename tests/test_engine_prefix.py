@@ -18,6 +18,15 @@ def test_the_common_prefix_is_found_wherever_it_ends(shared, one, other):
     assert found == min(len(one), len(other)) or one[found] != other[found]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "usable", "of_the_whole"),
+    [([1, 2, 3, 4], 3, 3), ([1, 2, 3], 3, 3), ([1, 2, 9], 2, 0), ([1, 2], 2, 0), ([9], 0, 0), ([], 0, 0)],
+)
+def test_what_has_no_parts_is_usable_as_a_whole_or_not_at_all(prompt, usable, of_the_whole):
+    assert Kept([1, 2, 3]).usable(prompt) == usable
+    assert Kept([1, 2, 3], divisible=False).usable(prompt) == of_the_whole
+
+
 def test_nothing_has_nothing_in_common():
     assert common_prefix([], [1]) == common_prefix([1], []) == 0
 

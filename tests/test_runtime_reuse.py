@@ -13,9 +13,9 @@ from trioserve.service import Done, GenerationRequest, TokenPrompt, open_service
 class Used:
     """A slot, as far as the choice goes."""
 
-    def __init__(self, history, kept_since=0.0, asked=None):
+    def __init__(self, history, kept_since=0.0, asked=None, *, divisible=True):
         self.place = self
-        self.history = Kept(history, asked)
+        self.history = Kept(history, asked, divisible=divisible)
         self.kept_since = kept_since if history else 0
 
 
@@ -31,6 +31,8 @@ LONG = list(range(100))
     ("slots", "prompt", "best"),
     [
         ([Used([]), Used(LONG, 1)], LONG, 1),
+        ([Used([]), Used(LONG[:60], 1, divisible=False)], LONG, 1),
+        ([Used([]), Used([*LONG[:60], 500], 1, divisible=False)], LONG, 0),  # nothing could be had of it
         ([Used(LONG[:50], 2), Used(LONG[:60], 1)], LONG, 1),
         ([Used(LONG[:50], 2), Used(LONG[:50], 1)], LONG, 0),
         ([Used(LONG[:10], 2), Used([])], LONG, 1),  # a tenth is too little to count

@@ -16,11 +16,18 @@ class Kept(list[int]):
     Arguments:
         tokens: token ids.
         asked: how many of them are the prompt's; all, by default.
+        divisible: whether a part of their memory can be had, and not only the whole.
     """
 
-    def __init__(self, tokens: Iterable[int] = (), asked: int | None = None) -> None:
+    def __init__(self, tokens: Iterable[int] = (), asked: int | None = None, *, divisible: bool = True) -> None:
         super().__init__(tokens)
         self.asked = len(self) if asked is None else asked
+        self.divisible = divisible
+
+    def usable(self, prompt: Sequence[int]) -> int:
+        """Count the tokens that a prompt, of the same type, can go on after."""
+        common = common_prefix(self, prompt)
+        return common if self.divisible or common == len(self) else 0
 
     def at_stake(self, common: int) -> int:
         """Count the tokens that somebody may miss who comes back, if a prompt goes on after so many of these.

@@ -22,7 +22,7 @@ from trioserve.engine.base import (
     UnusableFile,
     Weights,
 )
-from trioserve.engine.prefix import common_prefix, goes_on
+from trioserve.engine.prefix import goes_on
 from trioserve.errors import InvalidModelError, ModelLoadError
 from trioserve.runtime.arrangement import Arrangement, arrange
 from trioserve.runtime.batch_sessions import BatchSessions
@@ -89,7 +89,7 @@ class Pool:
             free: slots to choose from.
         """
         histories = {slot: self.slots[slot].place.history for slot in free}
-        common = {slot: common_prefix(prompt, history) for slot, history in histories.items()}
+        common = {slot: history.usable(prompt) for slot, history in histories.items()}
         good = [slot for slot in free if goes_on(common[slot], len(prompt), histories[slot])]
         if good:
             return max(good, key=lambda slot: (common[slot], -len(histories[slot]), -slot))

@@ -119,6 +119,9 @@ class Context:
         adapters: of that model.
         offloaded: whether layers run on another device than the CPU.
 
+    Attributes:
+        divisible: whether a part of a sequence's memory can be kept or copied, and not only the whole.
+
     Raises:
         UnfitOptions: the model can't continue a text, or an adapter can't be used.
         LoadFailure: llama.cpp could not allocate it.
@@ -144,6 +147,8 @@ class Context:
         self._evaluate = llama_cpp.llama_encode if is_encoder else llama_cpp.llama_decode
         llama_cpp.llama_set_abort_callback(self._ctx, self._read_flag, ctypes.cast(self._flag, ctypes.c_void_p))
         self._window: int = llama_cpp.llama_model_n_swa(model)
+        # A state is of all tokens so far, and has no parts.
+        self.divisible = not (llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model))
         self._threads = 0
         self.errors: list[str] = []
         self._row_type = ctypes.c_float * n_vocab

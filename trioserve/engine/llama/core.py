@@ -22,7 +22,7 @@ from trioserve.engine.llama.live import Flying, Live
 from trioserve.engine.llama.sampler import Sampler
 from trioserve.engine.llama.sharing import Sharing
 from trioserve.engine.llama.vocabulary import Vocabulary
-from trioserve.engine.prefix import Kept, common_prefix, goes_on
+from trioserve.engine.prefix import Kept, goes_on
 
 _logger = logging.getLogger("trioserve.llama")
 _TOKENS_A_THREAD = 32  # whose embeddings it looks up
@@ -129,7 +129,8 @@ class DecodeCore:
         self._kept[number] = Kept()  # whatever comes of the next lines, the number is not lost
         self._sharing.leave(live)
         if self._context.truncate(number, len(live.known)):
-            self._kept[number] = Kept(live.known, min(len(live.prompt), len(live.known)))
+            asked = min(len(live.prompt), len(live.known))
+            self._kept[number] = Kept(live.known, asked, divisible=self._context.divisible)
 
     def resume(self) -> None:
         """Have the live sequences go on after an interrupt, each from its last good step."""
@@ -230,7 +231,7 @@ class DecodeCore:
         earlier prompts.
         """
         prompt = list(request.prompt) if request.reuse else []
-        common = {number: common_prefix(kept, prompt) for number, kept in self._kept.items()}
+        common = {number: kept.usable(prompt) for number, kept in self._kept.items()}
         worth = [number for number, kept in self._kept.items() if goes_on(common[number], len(prompt), kept)]
         number = max(worth, key=lambda one: (common[one], -len(self._kept[one]))) if worth else self._free_number()
         self._set_aside(number, common[number])
@@ -245,7 +246,7 @@ class DecodeCore:
             good = self._context.truncate(number, cached)
         if not good:
             cached = 0
-        self._kept[number] = Kept(prompt[:cached])
+        self._kept[number] = Kept(prompt[:cached], divisible=self._context.divisible)
         return number, cached
 
     def _free_number(self) -> int:
