@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 _BLOCK = 64  # tokens that are compared at once
 _LEAST_SHARE = 0.1  # of a prompt; less in common, such as the beginning of a chat template, is no reason for anything
-
 _OPENING = 4  # tokens that a template may open an answer with, and leave out in the next turn, such as "<think>"
 
 

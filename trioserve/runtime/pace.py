@@ -141,7 +141,10 @@ class _Search:
         return None
 
     def _judge(self, threads: int, seconds: float) -> None:
-        """Take one step of a trial into account, and end it when it has shown enough."""
+        """Take one step of a trial into account, and end it when it has shown enough.
+
+        Whether others are in the way of so many threads, it also shows where nothing comes of it.
+        """
         usual, direction = median(self._recent), self._direction
         self._tried.append(seconds)
         faster = sum(tried < _MARGIN * usual for tried in self._tried)

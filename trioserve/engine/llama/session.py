@@ -126,6 +126,10 @@ class LlamaSession:
 def pieces(options: SessionOptions, *, offloaded: bool) -> tuple[int, int]:
     """Find how many tokens of prompts a step evaluates.
 
+    Arguments:
+        options: of the session.
+        offloaded: whether layers run on another device than the CPU.
+
     Returns:
         The number for a step that nothing else is in, and the one for a step that others' next tokens wait for.
     """
