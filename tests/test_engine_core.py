@@ -32,6 +32,8 @@ from trioserve.engine.base import Failed, Finished, FinishReason, SequenceReques
 from trioserve.engine.llama import context as context_module
 from trioserve.engine.llama.context import Context, Outcome
 from trioserve.engine.llama.core import DecodeCore
+from trioserve.engine.llama.session import CPU_GRAIN
+from trioserve.engine.prefix import cut
 from trioserve.engine.sampling import Sampling
 
 MAX_SEQUENCES = 4
@@ -116,7 +118,7 @@ class ScriptedVocabulary:
         return token == END
 
 
-def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, on_device=False, bridge=0):
+def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, grain=1, on_device=False, bridge=0):
     return DecodeCore(
         context,
         ScriptedVocabulary(),
@@ -126,6 +128,7 @@ def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, on_device=F
         chunk=chunk,
         beside=beside,
         max_sequences=MAX_SEQUENCES,
+        grain=grain,
         on_device=on_device,
         bridge=bridge,
     )
@@ -188,6 +191,28 @@ def test_a_short_rest_of_a_prompt_makes_no_step_of_its_own(prompt, pieces):
     for _ in pieces:
         core.step(1)
     assert [[cell.sequence for cell in batch].count(late) for batch in context.batches[1:]] == pieces
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chunk", "pieces"),
+    [
+        (40, 16, [16, 16, 8]),
+        (39, 16, [16, 8, 15]),
+        (31, 23, [16, 15]),
+        (17, 16, [8, 9]),
+        (15, 16, [15]),
+        (15, 8, [8, 7]),  # too small a chunk for it
+        (9, 8, [7, 2]),
+    ],
+    ids=str,
+)
+def test_a_prompt_is_cut_at_multiples_of_the_grain_and_no_piece_is_smaller(prompt, chunk, pieces):
+    context = ScriptedContext()
+    core = core_over(context, n_batch=64, chunk=chunk, beside=chunk, grain=8)
+    core.add(asking(counted(10, prompt), max_tokens=1))
+    for _ in pieces:
+        core.step(1)
+    assert [len(batch) for batch in context.batches] == pieces
 
 
 @pytest.mark.parametrize("more", [{"chunk": 8}, {"n_batch": 10, "chunk": 16}], ids=str)
@@ -411,6 +436,29 @@ def test_two_tokens_are_evaluated_anew_also_of_the_same_prompt(length, cached):
     context.batches.clear()
     assert ended(core, asking(prompt, 3)).cached == cached
     assert len(context.batches[0]) == min(2, length)
+
+
+@pytest.mark.parametrize(("common", "cached"), [(60, 48), (50, 48), (48, 48), (47, 40), (7, 0)])
+def test_what_is_kept_is_used_up_to_a_multiple_of_the_grain(common, cached):
+    core = core_over(ScriptedContext(), n_batch=64, chunk=64, beside=64, grain=8)
+    prompt = counted(10, 60)
+    ended(core, asking([*prompt[:common], 1, 2], 1))
+    assert ended(core, asking(prompt, 1)).cached == cached
+
+
+def test_a_copy_ends_at_a_multiple_of_the_grain():
+    core = core_over(ScriptedContext(), n_batch=64, chunk=64, beside=64, grain=8)
+    prompt = counted(10, 45)
+    numbers = [core.add(asking([*prompt, last, last], 1)) for last in (1, 2)]
+    assert [one.end.cached for one in finish(core, *numbers)] == [0, 32]
+
+
+def test_a_state_is_used_whole_whatever_the_grain():
+    context = ScriptedContext(truncates=False)
+    context.divisible = False
+    core = core_over(context, n_batch=64, chunk=64, beside=64, grain=8)
+    ended(core, asking(counted(10, 20), 1))
+    assert ended(core, asking(counted(10, 23), 1)).cached == 20
 
 
 def test_nothing_is_reused_where_that_is_not_wanted():
@@ -1254,7 +1302,7 @@ def test_each_step_uses_the_threads_it_is_told(weights, monkeypatch):
     assert used == [(2, 2), (1, 1), (1, 1), (3, 3)]
 
 
-@pytest.mark.parametrize(("sizes", "steps"), [({"n_ubatch": 16}, 7), ({"n_batch": 25}, 4), ({}, 1)])
+@pytest.mark.parametrize(("sizes", "steps"), [({"n_ubatch": 16}, 7), ({"n_batch": 40}, 3), ({}, 1)])
 def test_a_step_evaluates_no_more_of_a_prompt_than_a_micro_batch(weights, sizes, steps):
     with opened(weights, **sizes) as session:
         session.add(asking(prompt_of(weights, 100), ignore_eos=True))
@@ -1297,11 +1345,44 @@ def test_bits_do_not_depend_on_what_was_kept_of_an_earlier_prompt(shaped, bits_o
     with opened(shaped, n_ctx=1024) as session:
         answer(session, asking([*prompt[:common], *prompt_of(shaped, 50, seed=3)[1:]], 3, ignore_eos=True))
         number = session.add(long_request)
-        assert finish(session, number)[0].end.cached == min(common, LONG - 2)
+        assert finish(session, number)[0].end.cached == cut(common, LONG, shaped._grain)
         session.remove(number)
         session.clear()
         answer(session, asking([*prompt[:common], *prompt_of(shaped, 50, seed=3)[1:]], 3, ignore_eos=True))
         assert bits_of(session, long_request) == alone
+
+
+@pytest.fixture(scope="module", params=["Q4_K_S", "Q6_K"])
+def in_plain_order(request, tmp_path_factory):
+    """A model whose weights stay in the order of the file, of a kind of which few rows are multiplied otherwise."""
+    path = tmp_path_factory.mktemp("quantised") / "tiny.gguf"
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{request.param}")
+    source = tiny_model(dim=256, ff=512)
+    assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), how) == 0
+    defaults = llama_cpp.llama_model_default_params
+
+    def plain():
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama_cpp, "llama_model_default_params", plain)
+        with loaded(path) as tiny:
+            yield tiny
+
+
+@pytest.mark.parametrize("common", [5, 37, 93, 197, 198, 199, 200])
+def test_bits_do_not_depend_on_what_was_kept_where_few_rows_are_multiplied_otherwise(in_plain_order, bits_of, common):
+    prompt = prompt_of(in_plain_order, 200)
+    request = asking(prompt, 12, ignore_eos=True)
+    assert in_plain_order._grain == CPU_GRAIN
+    with opened(in_plain_order) as session:
+        alone = bits_of(session, request)
+        session.clear()
+        answer(session, asking([*prompt[:common], *prompt_of(in_plain_order, 40, seed=3)[1:]], 3, ignore_eos=True))
+        assert bits_of(session, request) == alone
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole cache", "cache of a window"])
@@ -1323,7 +1404,7 @@ def test_a_model_with_a_window_answers_the_same_after_an_earlier_prompt(monkeypa
         answer(session, asking([*prompt[:common], *prompt_of(windowed, 500, seed=3)[1:]], 3, ignore_eos=True))
         again = answer(session, asking(prompt, 24, ignore_eos=True))
     assert again.tokens == fresh.tokens
-    assert again.end.cached == (common if whole else 0)
+    assert again.end.cached == (cut(common, 320, windowed._grain) if whole else 0)
 
 
 def test_bits_do_not_depend_on_a_prompt_that_was_cut_short(shaped, bits_of, long_request, alone):
@@ -1569,7 +1650,7 @@ def test_copies_of_a_beginning_answer_as_if_they_had_evaluated_it(shaped, common
             session.remove(number)
         assert session.is_sound()
     assert [one.tokens for one in beside] == alone
-    assert [one.end.cached for one in beside] == [0, *[min(common, LONG - 2)] * 3]
+    assert [one.end.cached for one in beside] == [0, *[cut(common, LONG, shaped._grain)] * 3]
 
 
 def test_what_is_copied_of_a_kept_prompt_is_the_same_to_the_bit(shaped, bits_of, long_request, alone):
@@ -1579,7 +1660,7 @@ def test_what_is_copied_of_a_kept_prompt_is_the_same_to_the_bit(shaped, bits_of,
         assert bits_of(session, long_request) == alone
         for prompt in (earlier, long_request.prompt):
             number = session.add(asking(prompt, 1))
-            assert finish(session, number)[0].end.cached == len(prompt) - 2, "both are kept"
+            assert finish(session, number)[0].end.cached == cut(LONG, len(prompt), shaped._grain), "both are kept"
             session.remove(number)
         assert session.is_sound()
 
@@ -1593,7 +1674,7 @@ def test_a_conversation_that_was_set_aside_goes_on_with_the_same_bits(shaped, bi
         assert session.is_sound()
         assert bits_of(session, long_request) == alone
         number = session.add(long_request)
-        assert finish(session, number)[0].end.cached == len(long_request.prompt) - 2
+        assert finish(session, number)[0].end.cached == cut(LONG, LONG, shaped._grain)
         session.remove(number)
 
 
@@ -1605,7 +1686,7 @@ def test_copies_work_where_layers_look_back_over_a_window():
         with opened(weights, max_sequences=3) as session:
             beside = finish(session, *[session.add(request) for _ in range(3)])
     assert [one.tokens for one in beside] == [alone] * 3
-    assert [one.end.cached for one in beside] == [0, 198, 198]
+    assert [one.end.cached for one in beside] == [0, *[cut(200, 200, weights._grain)] * 2]
 
 
 def test_a_state_is_not_lost_to_a_prompt_that_could_have_no_part_of_it():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioserve.engine.prefix import Kept, common_prefix, goes_on
+from trioserve.engine.prefix import Kept, common_prefix, cut, goes_on
 
 tokens = st.lists(st.integers(0, 3), max_size=300)
 
@@ -25,6 +25,28 @@ def test_the_common_prefix_is_found_wherever_it_ends(shared, one, other):
 def test_what_has_no_parts_is_usable_as_a_whole_or_not_at_all(prompt, usable, of_the_whole):
     assert Kept([1, 2, 3]).usable(prompt) == usable
     assert Kept([1, 2, 3], divisible=False).usable(prompt) == of_the_whole
+
+
+@pytest.mark.parametrize(
+    ("most", "length", "grain", "first"),
+    [
+        (50, 100, 1, 50),
+        (99, 100, 1, 98),  # never a last one alone
+        (100, 100, 1, 98),
+        (1, 2, 1, 0),
+        (5, 2, 1, 0),
+        (50, 100, 8, 48),
+        (96, 100, 8, 88),  # and never fewer than a grain
+        (92, 100, 8, 88),
+        (100, 100, 8, 88),
+        (100, 16, 8, 8),
+        (100, 15, 8, 0),
+        (7, 100, 8, 0),
+        (0, 0, 8, 0),
+    ],
+)
+def test_a_run_is_cut_at_multiples_of_a_grain_and_leaves_one(most, length, grain, first):
+    assert cut(most, length, grain) == first
 
 
 def test_nothing_has_nothing_in_common():

@@ -2,10 +2,10 @@
 
 import pytest
 import trio
-from tiny_models import GREEDY, tiny_model
+from tiny_models import GREEDY, grain_of, tiny_model
 
 from trioserve.config import Config, ModelConfig
-from trioserve.engine.prefix import Kept
+from trioserve.engine.prefix import Kept, cut
 from trioserve.runtime.pool import Pool
 from trioserve.service import Done, GenerationRequest, TokenPrompt, open_service
 
@@ -76,12 +76,12 @@ async def service():
 
 
 async def test_conversations_stay_in_their_slots(service):
-    first, second = list(range(10, 60)), list(range(100, 150))
+    first, second = list(range(10, 66)), list(range(100, 156))
     assert await ask(service, first) == (0, 0)
     assert await ask(service, second) == (1, 0)
-    assert await ask(service, [*second, 9, 9, 9]) == (1, 50)
-    assert await ask(service, [*first, 9, 9, 9]) == (0, 50)
-    assert await ask(service, first) == (0, 48)
+    assert await ask(service, [*second, *[9] * 8]) == (1, 56)
+    assert await ask(service, [*first, *[9] * 8]) == (0, 56)
+    assert await ask(service, first) == (0, cut(56, 56, grain_of(tiny_model())))
 
 
 async def test_a_stranger_takes_the_slot_that_was_unused_longest(service):
@@ -96,7 +96,7 @@ async def test_a_request_can_do_without(service):
     prompt = list(range(10, 60))
     await ask(service, prompt)
     assert (await ask(service, prompt, cache_prompt=False))[1] == 0
-    assert (await ask(service, prompt))[1] == 48
+    assert (await ask(service, prompt))[1] == cut(50, 50, grain_of(tiny_model()))
 
 
 async def test_a_model_can_do_without():

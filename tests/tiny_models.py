@@ -20,7 +20,8 @@ import pytest
 
 from trioserve.config.model_files import embedded_model_path
 from trioserve.engine.base import Failed, Finished, LoadOptions, SequenceRequest, SessionOptions, Token
-from trioserve.engine.llama import LlamaEngine
+from trioserve.engine.llama import LlamaEngine, weights
+from trioserve.engine.model_file import inspect_model
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import ConfigError
 
@@ -251,6 +252,11 @@ def answer(session, request, threads=1):
         return finish(session, number, threads=threads)[0]
     finally:
         session.remove(number)
+
+
+def grain_of(path):
+    """Tokens whose multiples prompts for a model are cut at, on this machine."""
+    return weights._grain(inspect_model(path).tensors)
 
 
 def process_memory(*fields):

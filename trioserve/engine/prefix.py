@@ -49,6 +49,24 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return end
 
 
+def cut(most: int, length: int, grain: int = 1) -> int:
+    """Find where to cut a run of tokens whose two parts are evaluated one after the other.
+
+    Processors have other routines for a few tokens than for many, and for the last few of a number that is no multiple
+    of theirs; these round in other ways. With cuts at multiples of a grain, and that many tokens after the last one,
+    each token is evaluated by the same routine wherever the others were cut.
+
+    Arguments:
+        most: tokens that the first part may have.
+        length: tokens of the run.
+        grain: the tokens whose multiples it is cut at. A last token alone is not left in any case.
+
+    Returns:
+        Tokens of the first part; 0 where the run is not to be cut.
+    """
+    return max(min(most, length - max(grain, 2)), 0) // grain * grain
+
+
 def goes_on(common: int, prompt: int, kept: Kept) -> bool:
     """Tell whether a prompt should go on from what is kept of another.
 

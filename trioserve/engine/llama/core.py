@@ -22,7 +22,7 @@ from trioserve.engine.llama.live import Flying, Live
 from trioserve.engine.llama.sampler import Sampler
 from trioserve.engine.llama.sharing import Sharing
 from trioserve.engine.llama.vocabulary import Vocabulary
-from trioserve.engine.prefix import Kept, goes_on
+from trioserve.engine.prefix import Kept, cut, goes_on
 
 _logger = logging.getLogger("trioserve.llama")
 _TOKENS_A_THREAD = 32  # whose embeddings it looks up
@@ -42,6 +42,8 @@ class DecodeCore:
         chunk: tokens of prompts that one step may evaluate.
         beside: the same for a step that other sequences' next tokens are in: so long do those have to wait for it.
         max_sequences: sequences that may live at once.
+        grain: tokens whose multiples prompts are cut at, where the model's memory can be had in part; see
+            ``prefix.cut``.
         on_device: whether another device than the CPU does all of the work: ``Context.decode`` returns before it is
             done, and each step ends by setting the next one going.
         bridge: rows that may be spent for nothing to have a gap between sequences closed; see ``_bridges``.
@@ -58,6 +60,7 @@ class DecodeCore:
         chunk: int,
         beside: int,
         max_sequences: int,
+        grain: int = 1,
         on_device: bool = False,
         bridge: int = 0,
     ) -> None:
@@ -76,7 +79,8 @@ class DecodeCore:
         self._flight: list[Flying] | None = None  # what was set going and has not been looked at
         self._steps = 0
         self._live: dict[int, Live] = {}  # in the order of their arrival
-        self._sharing = Sharing(context, self._live, n_ctx)
+        self._grain = grain if context.divisible else 1
+        self._sharing = Sharing(context, self._live, n_ctx, self._grain)
         self._parts = True  # until the context turns out to copy no part of what is kept
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept = {number: Kept() for number in range(max_sequences)}
@@ -226,9 +230,8 @@ class DecodeCore:
         It is the one that has most of the prompt, of those that would lose no more of what they have kept than that
         saves. Where another one has enough more of it, that is copied.
 
-        At least two tokens are evaluated anew. The last one has to be, for its logits; and alone it would be computed
-        in another way than in a prompt's chunk, with other last bits: so an answer does not depend on what was kept of
-        earlier prompts.
+        Its last tokens are evaluated anew: the last one has to be, for its logits, and the prompt is cut only where
+        that changes no bits, so that an answer does not depend on what was kept of earlier prompts.
         """
         prompt = list(request.prompt) if request.reuse else []
         common = {number: kept.usable(prompt) for number, kept in self._kept.items()}
@@ -236,8 +239,7 @@ class DecodeCore:
         number = max(worth, key=lambda one: (common[one], -len(self._kept[one]))) if worth else self._free_number()
         self._set_aside(number, common[number])
         best = max(common, key=common.__getitem__)
-        most = max(len(prompt) - 2, 0)
-        there, elsewhere = min(common[number], most), min(common[best], most)
+        there, elsewhere = (cut(common[one], len(prompt), self._grain) for one in (number, best))
         if self._parts and self._sharing.saves(elsewhere - there):
             cached = elsewhere
             good = self._parts = self._context.copy(best, number, cached)
@@ -317,7 +319,7 @@ class DecodeCore:
             if left == all_of_it < len(live.pending) <= self._most(all_of_it, len(counts)):
                 count = len(live.pending)
             elif len(live.pending) <= left or left == all_of_it:
-                count = _piece(len(live.pending), chunk, left)
+                count = _piece(len(live.pending), chunk, left, self._grain)
             else:
                 continue
             if count:
@@ -424,18 +426,21 @@ def _failure(number: int, error: Exception) -> Failed:
     return Failed(number, f"no token could be chosen: {error}", alone=True)
 
 
-def _piece(pending: int, chunk: int, room: int) -> int:
+def _piece(pending: int, chunk: int, room: int, grain: int) -> int:
     """How many of a sequence's pending tokens go into a step.
 
-    Never one alone while there are more: a token that is evaluated alone has other last bits than in a chunk, and an
-    answer would depend on how its prompt was cut.
+    Where there is room for it, a prompt is cut as ``prefix.cut`` says. Never one alone while there are more: a token
+    that is evaluated alone has other last bits than in a chunk, and an answer would depend on how its prompt was cut.
 
     Arguments:
         pending: tokens that are pending.
         chunk: tokens of one prompt that one step may evaluate.
         room: tokens that still fit into the step.
+        grain: tokens whose multiples it is cut at.
     """
     count = min(pending, chunk, room)
+    if count < pending and (piece := cut(count, pending, grain)) > 1:
+        return piece
     if count == pending - 1 > 2:
         count -= 1
     return 0 if count == 1 < min(pending, chunk) else count

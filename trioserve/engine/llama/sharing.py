@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from trioserve.engine.llama.context import Context
 from trioserve.engine.llama.live import Live
-from trioserve.engine.prefix import common_prefix
+from trioserve.engine.prefix import common_prefix, cut
 
 _LEAST_COPY = 32  # tokens; fewer are evaluated as soon as copied
 _CELLS_A_TOKEN = 64  # of a cache, which is always copied whole: to evaluate a token takes longer
@@ -19,11 +19,13 @@ class Sharing:
         context: where the sequences' memory is.
         lives: the live sequences in the order of their arrival, by their numbers; the core's own.
         n_ctx: cells of a sequence's cache.
+        grain: tokens whose multiples prompts are cut at; see ``prefix.cut``.
     """
 
-    def __init__(self, context: Context, lives: Mapping[int, Live], n_ctx: int) -> None:
+    def __init__(self, context: Context, lives: Mapping[int, Live], n_ctx: int, grain: int) -> None:
         self._context = context
         self._lives = lives
+        self._grain = grain
         self._least = max(_LEAST_COPY, n_ctx // _CELLS_A_TOKEN)  # tokens that a copy has to save
         self._copies = True  # until the context turns out to have none
 
@@ -48,7 +50,7 @@ class Sharing:
         others: list[Live] = []
         for live in self._lives.values():
             if live.leader is leader:
-                there = min(live.shared, len(leader.known))
+                there = cut(min(live.shared, len(leader.known)), len(live.prompt), self._grain)
                 self._follow(live, others)
                 if live.shared <= there:
                     live.go_alone()
@@ -88,8 +90,7 @@ class Sharing:
         if not common:
             return
         leader = max(common, key=common.__getitem__)
-        # As with what a sequence has kept, two tokens are evaluated anew.
-        shared = min(common[leader], len(prompt) - 2)
+        shared = cut(common[leader], len(prompt), self._grain)
         if self.saves(shared - live.cached):
             live.leader, live.shared = leader, shared
 

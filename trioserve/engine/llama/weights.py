@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +24,12 @@ from trioserve.engine.base import (
     UnusableFile,
 )
 from trioserve.engine.estimate import InspectedFile
-from trioserve.engine.gguf import HeaderError, read_header
+from trioserve.engine.gguf import HeaderError, Tensor
 from trioserve.engine.llama.adapters import Adapters
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.embedder import EmbeddingSession
 from trioserve.engine.llama.library import captured_errors, free_device_memory, returned_pages, start_backend
-from trioserve.engine.llama.session import LlamaSession
+from trioserve.engine.llama.session import CPU_GRAIN, LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.lora_file import inspect_adapters
 from trioserve.engine.model_file import inspect_model
@@ -36,6 +37,8 @@ from trioserve.engine.model_file import inspect_model
 _NO_VOCABULARY, _WORDPIECE = 0, 3  # LLAMA_VOCAB_TYPE_NONE, LLAMA_VOCAB_TYPE_WPM
 _NO_POOLING, _RANK = ("", "-1", "0"), "4"  # of llama_pooling_type, as a file's metadata spells it
 _POSITIONS = "position_embd.weight"
+_BESIDE_LAYERS = ("token_embd.", "output.")  # looked up, and computed for one token at a time
+_CUT_ANYWHERE = {0, 1, 2, 3, 8}  # F32, F16, Q4_0, Q4_1, Q8_0, of ggml
 _TEXT_BYTES = 256
 _LOAD_MODES = {  # by (mmap, mlock)
     (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
@@ -70,17 +73,18 @@ class LlamaWeights:
         model: the pointer, owned by this object from now on.
         path: of its file.
         options: how it was loaded.
-        positions: the most tokens of context that it can have, where that has a limit.
+        tensors: of the file; empty where they aren't known.
     """
 
-    def __init__(self, model: Any, path: Path, options: LoadOptions, positions: int | None) -> None:
+    def __init__(self, model: Any, path: Path, options: LoadOptions, tensors: Sequence[Tensor]) -> None:
         self._model = model
         self._adapters = Adapters(model, path)
-        self._positions = positions
+        self._positions = _learnt_positions(tensors)
         self.offloads = options.gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
         # The output counts as one layer more.
         all_layers = options.gpu_layers < 0 or options.gpu_layers > llama_cpp.llama_model_n_layer(model)
         self._wholly_offloaded = self.offloads and all_layers
+        self._grain = 1 if self.offloads else _grain(tensors)
         self._vocabulary = Vocabulary(model)
         self._constraints = Constraints(self._vocabulary)
         self._family = _metadata(model, "general.architecture")
@@ -134,6 +138,7 @@ class LlamaWeights:
             self._adapters,
             offloaded=self.offloads,
             wholly=self._wholly_offloaded,
+            grain=self._grain,
         )
 
     def close(self) -> None:
@@ -179,7 +184,7 @@ class LlamaEngine:
         if reason := _unusable(model):
             llama_cpp.llama_model_free(model)
             raise UnusableFile(reason)
-        return LlamaWeights(model, path, options, _learnt_positions(path))
+        return LlamaWeights(model, path, options, _tensors(path))
 
 
 def _progress_callback(progress: Progress | None) -> Any:
@@ -224,13 +229,23 @@ def _lacking_special(vocab: Any) -> str | None:
     return next((name for name, (added, token) in wanted.items() if added and token < 0), None)
 
 
-def _learnt_positions(path: Path) -> int | None:
-    """Rows of a model's table of positions, where it has one; llama.cpp aborts the process at a position beyond it."""
+def _tensors(path: Path) -> Sequence[Tensor]:
     try:
-        tensors = read_header(path).tensors
+        return inspect_model(path).tensors
     except (OSError, HeaderError):
-        return None
+        return ()
+
+
+def _learnt_positions(tensors: Sequence[Tensor]) -> int | None:
+    """Rows of a model's table of positions, where it has one; llama.cpp aborts the process at a position beyond it."""
     return next((tensor.shape[-1] for tensor in tensors if tensor.name == _POSITIONS), None)
+
+
+def _grain(tensors: Sequence[Tensor]) -> int:
+    """Tokens whose multiples prompts are cut at on this processor; see ``session.CPU_GRAIN``."""
+    kinds = {tensor.type for tensor in tensors if not tensor.name.startswith(_BESIDE_LAYERS)}
+    cut_anywhere = platform.machine() in ("x86_64", "AMD64") and kinds and kinds <= _CUT_ANYWHERE
+    return 1 if cut_anywhere else CPU_GRAIN
 
 
 def _description(model: Any) -> str:
