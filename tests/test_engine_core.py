@@ -32,8 +32,8 @@ from trioserve.engine.base import Failed, Finished, FinishReason, SequenceReques
 from trioserve.engine.llama import context as context_module
 from trioserve.engine.llama.context import Context, Outcome
 from trioserve.engine.llama.core import DecodeCore
-from trioserve.engine.llama.session import CPU_GRAIN
 from trioserve.engine.prefix import cut
+from trioserve.engine.rounding import GRAIN
 from trioserve.engine.sampling import Sampling
 
 MAX_SEQUENCES = 4
@@ -118,7 +118,7 @@ class ScriptedVocabulary:
         return token == END
 
 
-def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, grain=1, on_device=False, bridge=0):
+def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, grain=1, apart=False, on_device=False, bridge=0):
     return DecodeCore(
         context,
         ScriptedVocabulary(),
@@ -129,6 +129,7 @@ def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, grain=1, on
         beside=beside,
         max_sequences=MAX_SEQUENCES,
         grain=grain,
+        apart=apart,
         on_device=on_device,
         bridge=bridge,
     )
@@ -224,6 +225,30 @@ def test_a_rest_goes_along_only_where_there_is_room_for_it(more):
     late = core.add(asking(counted(100, 10), max_tokens=1))
     core.step(1)
     assert [cell.sequence for cell in context.batches[1]].count(late) == 8
+
+
+def test_next_tokens_and_prompts_take_turns_where_they_are_kept_apart():
+    context = ScriptedContext()
+    core = core_over(context, n_batch=40, chunk=16, beside=8, apart=True)
+    going = core.add(asking([1], max_tokens=20))
+    core.step(1)
+    late = core.add(asking(counted(100, 24), max_tokens=2))
+    for _ in range(7):
+        core.step(1)
+    steps = [[cell.sequence for cell in batch] for batch in context.batches[1:]]
+    assert steps == [[late] * 8, [going], [late] * 8, [going], [late] * 8, [going, late], [going]]
+
+
+def test_no_last_token_of_a_prompt_is_evaluated_alone_beside_a_shorter_one():
+    """llama.cpp evaluates as many of each as the shortest has, and then the rest."""
+    context = ScriptedContext()
+    core = core_over(context, n_batch=40, chunk=30, beside=30, apart=True)
+    lengths = {core.add(asking(counted(10 * i, length), max_tokens=1)): length for i, length in enumerate([5, 6, 7])}
+    for _ in range(2):
+        core.step(1)
+    counts = [collections.Counter(cell.sequence for cell in batch) for batch in context.batches]
+    assert [sorted(one.values()) for one in counts] == [[5, 7], [6]]
+    assert sum(counts, collections.Counter()) == lengths
 
 
 def test_the_prompt_that_is_nearest_to_its_end_goes_first():
@@ -1180,6 +1205,23 @@ def test_sequences_that_come_and_go_never_disturb_each_other(plans, n_batch, chu
         assert all(len(list(cells)) <= chunk for _, cells in itertools.groupby(batch, key=lambda cell: cell.sequence))
 
 
+@given(st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(2, 20), st.booleans())
+@settings(deadline=None)
+def test_next_tokens_and_prompts_that_are_kept_apart_are_answered_the_same(plans, n_batch, chunk, coarse):
+    crowd = Crowd(plans, n_batch, min(chunk, n_batch), apart=True, grain=8 if coarse else 1)
+    crowd.work()
+    assert len(crowd.ended) == len(plans)
+    for plan, got, _ in crowd.ended:
+        room = min(plan.max_tokens, N_CTX - plan.length)
+        assert got.tokens == counted(plan.start + plan.length, room)[: len(got.tokens)]
+        assert got.end is None or len(got.tokens) == room
+    for batch in crowd.context.batches:
+        counts = collections.Counter(cell.sequence for cell in batch).values()
+        begun = {cell.sequence for cell in batch if cell.position > 0}
+        assert len({count == 1 for count in counts}) == 1 or len(begun) < len(counts)
+        assert not any(abs(one - other) == 1 for one, other in itertools.combinations(counts, 2))
+
+
 @given(st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(1, 20))
 @settings(deadline=None)
 def test_steps_that_set_the_next_one_going_answer_the_same(plans, n_batch, chunk):
@@ -1377,7 +1419,7 @@ def in_plain_order(request, tmp_path_factory):
 def test_bits_do_not_depend_on_what_was_kept_where_few_rows_are_multiplied_otherwise(in_plain_order, bits_of, common):
     prompt = prompt_of(in_plain_order, 200)
     request = asking(prompt, 12, ignore_eos=True)
-    assert in_plain_order._grain == CPU_GRAIN
+    assert in_plain_order._grain == GRAIN
     with opened(in_plain_order) as session:
         alone = bits_of(session, request)
         session.clear()
@@ -1495,7 +1537,7 @@ def test_a_removed_sequence_leaves_the_others_unchanged(weights, crowd):
         numbers = [session.add(request) for request in requests]
         answers = {number: Answer() for number in numbers}
         removed = {numbers[0]: 3, numbers[2]: 9}  # after so many steps
-        for step in range(24):
+        for step in range(48):
             for event in session.step(1):
                 answers[event.sequence].take(event)
             for number in [number for number, at in removed.items() if at == step]:

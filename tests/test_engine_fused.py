@@ -157,6 +157,41 @@ def test_an_interrupted_step_is_taken_again(tiny):
     assert [tokens[number] for number in numbers] == alone
 
 
+def _told(session, requests, every=0):
+    """Tokens and likelihoods of answers to requests that join all at once, or one after so many steps."""
+    told, ended, waiting, steps = {}, {}, list(enumerate(requests)), 0
+    while waiting or set(told) - set(ended):
+        while waiting and steps >= every * waiting[0][0]:
+            index, request = waiting.pop(0)
+            told[session.add(request), index] = []
+        for event in session.step(2):
+            key = next(key for key in told if key[0] == event.sequence and key not in ended)
+            if isinstance(event, Token):
+                told[key].append((event.token, event.likelihood))
+            else:
+                ended[key] = event
+                session.remove(event.sequence)
+        steps += 1
+    return [told[key] for key in sorted(told, key=lambda key: key[1])]
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_next_tokens_have_the_same_bits_in_any_company(weights, every):
+    if not weights.rows_alike:
+        pytest.skip("this processor multiplies several rows otherwise than one")
+    chooser = random.Random(1)
+    lengths = [60, 61, 100, 63, 360, 62, 210, 64]
+    requests = [
+        asking([chooser.randrange(300, 9000) for _ in range(length)], 16, ignore_eos=True, reuse=False, logprobs=5)
+        for length in lengths
+    ]
+    with opened(weights, n_ctx=512) as session:
+        alone = [_told(session, [request])[0] for request in requests]
+    with opened(weights, n_ctx=512, max_sequences=len(lengths)) as session:
+        assert _told(session, requests, every) == alone
+        assert session.is_sound()
+
+
 def test_what_one_sequence_leaves_serves_any_other(tiny):
     with opened(tiny, n_ctx=128, max_sequences=3) as session:
         prompt = list(range(10, 60))

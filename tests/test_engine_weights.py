@@ -26,11 +26,8 @@ from tiny_models import (
 )
 
 from trioserve.engine.base import LoadFailure, LoadOptions, SessionOptions
-from trioserve.engine.gguf import Tensor
 from trioserve.engine.llama import LlamaEngine
-from trioserve.engine.llama.session import CPU_GRAIN
 from trioserve.engine.llama.vocabulary import Vocabulary
-from trioserve.engine.llama.weights import _grain
 
 MIB = 1 << 20
 SPACE_MARK = "▁"  # the tokenizer's own sign for a space, which it reads as one
@@ -189,25 +186,6 @@ def test_end_tokens_are_those_that_end_generation(weights, vocabulary):
 
 
 # --- what is refused ---
-
-
-Q4_0, Q4_K, F32 = 2, 12, 0
-
-
-@pytest.mark.parametrize(
-    ("machine", "kinds", "grain"),
-    [
-        ("x86_64", {"blk.0.attn_q.weight": Q4_0, "blk.0.attn_norm.weight": F32}, 1),
-        ("AMD64", {"blk.0.attn_q.weight": Q4_0}, 1),
-        ("x86_64", {"blk.0.attn_q.weight": Q4_0, "output.weight": Q4_K, "token_embd.weight": Q4_K}, 1),
-        ("x86_64", {"blk.0.attn_q.weight": Q4_0, "blk.0.ffn_down.weight": Q4_K}, CPU_GRAIN),
-        ("aarch64", {"blk.0.attn_q.weight": Q4_0}, CPU_GRAIN),
-        ("x86_64", {}, CPU_GRAIN),
-    ],
-)
-def test_prompts_are_cut_anywhere_only_where_that_is_known_to_change_nothing(monkeypatch, machine, kinds, grain):
-    monkeypatch.setattr("platform.machine", lambda: machine)
-    assert _grain([Tensor(name, (256, 256), kind, 0) for name, kind in kinds.items()]) == grain
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.6, 0.99])

@@ -7,11 +7,11 @@ import pytest
 
 from trioserve.config import ModelConfig
 from trioserve.engine.base import Adapter
-from trioserve.runtime.arrangement import DEFAULT_N_CTX, arrange
+from trioserve.runtime.arrangement import DEFAULT_N_CTX, LARGE, arrange
 
 
-def model(*, n_ctx_train=4096, offloads=False):
-    return SimpleNamespace(n_ctx_train=n_ctx_train, offloads=offloads)
+def model(*, n_ctx_train=4096, offloads=False, size=1000, rows_alike=True):
+    return SimpleNamespace(n_ctx_train=n_ctx_train, offloads=offloads, size=size, rows_alike=rows_alike)
 
 
 def options(n_ctx_train=4096, **settings):
@@ -50,6 +50,26 @@ def test_slots_share_a_context_where_that_is_asked_for_or_layers_are_offloaded(s
     found = arrange(config, model(offloads=offloads))
     assert found.fused is fused
     assert found.sessions == (1 if fused else config.slots)
+
+
+@pytest.mark.parametrize(
+    ("settings", "file", "fused"),
+    [
+        ({}, {"size": LARGE}, True),
+        ({}, {"size": LARGE - 1}, False),
+        ({}, {"size": LARGE, "rows_alike": False}, False),
+        ({"execution": "isolated"}, {"size": LARGE}, False),
+        ({"slots": 1}, {"size": LARGE}, False),
+        ({"task": "embed"}, {"size": LARGE}, False),
+        ({"flash_attention": "on"}, {"size": LARGE}, False),
+        ({"flash_attention": "off", "kv_dtype": "f32"}, {"size": LARGE}, True),
+        ({"kv_dtype": "q8_0"}, {"size": LARGE}, False),
+        ({"lora": [{"path": "a.gguf"}]}, {"size": LARGE}, False),
+    ],
+    ids=str,
+)
+def test_slots_of_a_large_model_share_a_context_on_the_cpu_where_that_changes_no_answer(settings, file, fused):
+    assert arrange(ModelConfig(path="m.gguf", **{"slots": 4} | settings), model(**file)).fused is fused
 
 
 def test_a_shared_context_has_a_sequence_for_each_slot_and_a_private_one_has_one():

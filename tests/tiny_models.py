@@ -20,8 +20,9 @@ import pytest
 
 from trioserve.config.model_files import embedded_model_path
 from trioserve.engine.base import Failed, Finished, LoadOptions, SequenceRequest, SessionOptions, Token
-from trioserve.engine.llama import LlamaEngine, weights
+from trioserve.engine.llama import LlamaEngine
 from trioserve.engine.model_file import inspect_model
+from trioserve.engine.rounding import grain
 from trioserve.engine.sampling import Sampling
 from trioserve.errors import ConfigError
 
@@ -256,7 +257,7 @@ def answer(session, request, threads=1):
 
 def grain_of(path):
     """Tokens whose multiples prompts for a model are cut at, on this machine."""
-    return weights._grain(inspect_model(path).tensors)
+    return grain(inspect_model(path).tensors)
 
 
 def process_memory(*fields):

@@ -104,7 +104,8 @@ class ModelConfig(BaseModel):
     execution: Literal["auto", "isolated", "fused"] = Field(
         default="auto",
         description="How slots compute: isolated, each in a context of its own, so that no answer depends on the load; "
-        "or fused, all in one context, which GPUs want. auto takes fused where layers are on a GPU.",
+        "or fused, all in one context, which GPUs and large models want. auto takes fused where layers are on a GPU, "
+        "and for half a gigabyte of weights and more where that changes no answer.",
     )
     prefill_chunk: Annotated[int, Field(ge=2, le=MAX_CONTEXT_TOKENS)] | None = Field(
         default=None,

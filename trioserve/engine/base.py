@@ -420,11 +420,13 @@ class Weights(Protocol):
         max_sessions: how many sessions may exist at once.
         longest_piece: bytes of the longest token, at least 1.
         offloads: whether layers of it run on another device than the CPU.
+        rows_alike: whether sequences that are evaluated together have the bits that each has alone.
     """
 
     name: str
     n_ctx_train: int
     offloads: bool
+    rows_alike: bool
     size: int
     chat_template: str | None
     bos_text: str
@@ -506,11 +508,15 @@ class ModelFile(Protocol):
         architecture: the engine's name of the model family.
         n_ctx_train: context length the model was trained for, in tokens; 0 where it doesn't say.
         offloads: whether there is another device than the CPU for layers that are to be offloaded.
+        size: bytes of its tensors.
+        rows_alike: whether, on the CPU, sequences that are evaluated together have the bits that each has alone.
     """
 
     architecture: str
     n_ctx_train: int
     offloads: bool
+    size: int
+    rows_alike: bool
 
     def memory(self, options: SessionOptions, slots: int, gpu_layers: int = 0) -> Footprint:
         """Estimate what so many sessions take, weights and adapters included.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trioserve.engine.base import Footprint, SessionOptions, Task
 from trioserve.engine.gguf import Header
+from trioserve.engine.rounding import rows_alike
 
 _ELEMENT_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 _F32 = 4
@@ -94,16 +95,24 @@ class InspectedFile:
         header: of the file.
         offloads: whether there is a GPU that layers can go to.
         adapters: headers of the files that sessions may use as adapters.
+        amx: whether the engine computes with those instructions of the processor.
     """
 
     def __init__(
-        self, header: Header, *, offloads: bool = False, adapters: Mapping[Path, Header] | None = None
+        self,
+        header: Header,
+        *,
+        offloads: bool = False,
+        adapters: Mapping[Path, Header] | None = None,
+        amx: bool = False,
     ) -> None:
         self._header = header
         self._adapters = adapters or {}
         self.offloads = offloads
         self.architecture = header.architecture
         self.n_ctx_train = header.number("context_length")
+        self.size = header.weights_size
+        self.rows_alike = rows_alike(header.tensors, amx=amx)
 
     def memory(self, options: SessionOptions, slots: int, gpu_layers: int = 0) -> Footprint:
         """Estimate what so many sessions take; see ``engine.base.ModelFile.memory``.

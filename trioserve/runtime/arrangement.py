@@ -10,6 +10,9 @@ from trioserve.engine.base import Adapter, SessionOptions, Task
 from trioserve.runtime.cores import Cores
 
 DEFAULT_N_CTX = 4096
+LARGE = 512 << 20
+"""Bytes of weights from which private contexts, each of which reads all of them for each token, are slower than a
+shared one on any number of cores (1.2B and 8B in Q8_0 on 2 and 16)."""
 
 
 class Described(Protocol):
@@ -18,10 +21,14 @@ class Described(Protocol):
     Attributes:
         n_ctx_train: context length the model was trained for, in tokens; 0 where it doesn't say.
         offloads: whether layers that are to be offloaded go to another device than the CPU.
+        size: bytes of its weights.
+        rows_alike: whether, on the CPU, sequences that are evaluated together have the bits that each has alone.
     """
 
     n_ctx_train: int
     offloads: bool
+    size: int
+    rows_alike: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +69,14 @@ def _is_fused(config: ModelConfig, model: Described) -> bool:
     if config.slots == 1 or config.task == "embed":
         return False  # a lone sequence shares nothing, and inputs of one request are computed together anyway
     if config.execution == "auto":
-        return config.gpu_layers != 0 and model.offloads
+        offloaded = config.gpu_layers != 0 and model.offloads
+        return offloaded or (model.rows_alike and model.size >= LARGE and _is_exact(config))
     return config.execution == "fused"
+
+
+def _is_exact(config: ModelConfig) -> bool:
+    """Whether no flash attention stands in the way of equal bits, which a quantised cache needs, and no adapter."""
+    return config.flash_attention != "on" and not config.kv_dtype.startswith("q") and not config.lora
 
 
 def _private(config: ModelConfig, model: Described) -> SessionOptions:

@@ -136,6 +136,8 @@ class FakeFile:
 
     architecture = "fake"
     n_ctx_train = 4096
+    size = 1000
+    rows_alike = False
 
     def __init__(self, *, offloads: bool) -> None:
         self.offloads = offloads
@@ -152,6 +154,7 @@ class FakeWeights:
     def __init__(self, engine: FakeEngine, name: str, *, offloads: bool) -> None:
         self.engine = engine
         self.offloads = offloads
+        self.rows_alike = False
         self.name = name
         self.n_ctx_train = 4096
         self.size = 1000

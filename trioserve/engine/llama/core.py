@@ -44,6 +44,8 @@ class DecodeCore:
         max_sequences: sequences that may live at once.
         grain: tokens whose multiples prompts are cut at, where the model's memory can be had in part; see
             ``prefix.cut``.
+        apart: whether next tokens and prompts go into steps of their own, by turns. llama.cpp would cut such a step up
+            so that the first token of each prompt is evaluated among the next tokens, with other last bits.
         on_device: whether another device than the CPU does all of the work: ``Context.decode`` returns before it is
             done, and each step ends by setting the next one going.
         bridge: rows that may be spent for nothing to have a gap between sequences closed; see ``_bridges``.
@@ -61,6 +63,7 @@ class DecodeCore:
         beside: int,
         max_sequences: int,
         grain: int = 1,
+        apart: bool = False,
         on_device: bool = False,
         bridge: int = 0,
     ) -> None:
@@ -77,6 +80,8 @@ class DecodeCore:
         self._on_device = on_device
         self._bridge = bridge
         self._flight: list[Flying] | None = None  # what was set going and has not been looked at
+        self._apart = apart
+        self._prompts_turn = True  # where they go into steps of their own: the last one was of next tokens
         self._steps = 0
         self._live: dict[int, Live] = {}  # in the order of their arrival
         self._grain = grain if context.divisible else 1
@@ -310,8 +315,14 @@ class DecodeCore:
         ]
         counts = {live: 1 for live in offering if len(live.pending) == 1}
         chunk = self._beside if counts else self._chunk
-        left = all_of_it = min(chunk, self._batch.capacity - len(counts))
         prompts = [live for live in offering if len(live.pending) > 1]
+        if self._apart and counts and (not prompts or not self._prompts_turn):
+            self._prompts_turn = True
+            return counts
+        if self._apart:
+            self._prompts_turn = False
+            counts = {}
+        left = all_of_it = min(chunk, self._batch.capacity - len(counts))
         self._steps += 1
         first = prompts[0] if prompts and self._steps % _TURN == 0 else None
         rests = self._sharing.rests() if len(prompts) > 1 else {}
@@ -320,6 +331,8 @@ class DecodeCore:
                 count = len(live.pending)
             elif len(live.pending) <= left or left == all_of_it:
                 count = _piece(len(live.pending), chunk, left, self._grain)
+                if self._apart and any(abs(count - other) == 1 for other in counts.values()):
+                    continue  # of the longer one, a last token would be evaluated alone
             else:
                 continue
             if count:

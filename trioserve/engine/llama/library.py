@@ -26,6 +26,7 @@ _GPUS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU of ggml-backend.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGE_BUFFER = 1 << 20  # bytes
 _SMALL_END = 1 << 17  # bytes; glibc's own default
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 _LEVEL_ERROR = 4  # of ggml.h; the list in a comment of llama_cpp._logger is an older one
 
 
@@ -43,6 +44,14 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
 def _libc_function(name: str) -> Any:
     """A function of glibc's allocator, or one that does nothing where there is no such allocator."""
     return getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, name, lambda *_: None)
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Whether llama.cpp computes with AMX: it was built with it, and the system lets the process use it."""
+    if b"AMX_INT8 = 1" not in llama_cpp.llama_print_system_info() or sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
 
 def _return_large_buffers() -> None:

@@ -30,13 +30,6 @@ CPU_SHARE = 16
 best ones for a prompt alone; with 512, four of them side by side, with 4 threads each, took a quarter longer."""
 
 
-CPU_GRAIN = 8
-"""Tokens whose multiples prompts are cut at on a CPU, where it is not known that any cut is as good. By routines of x86
-for Q4_K, Q5_K, Q6_K and IQ4_NL, chunks of 2 to 7 tokens came out with other last bits than the same tokens in larger
-ones, and cuts at other than multiples of 4 changed those of all that followed. With F32, F16, Q4_0, Q4_1 and Q8_0 none
-did, with AVX2, AVX-512 and AMX."""
-
-
 GPU_BRIDGE = 8
 """Rows that may be evaluated for nothing to close a gap, on a GPU (H200, 8B in Q8_0: each row of the first eight takes
 half a millisecond and the later ones nothing, and each run of rows four)."""
@@ -85,6 +78,7 @@ class LlamaSession:
             beside=beside,
             max_sequences=options.max_sequences,
             grain=grain,
+            apart=not offloaded,
             on_device=wholly,
             bridge=GPU_BRIDGE if offloaded else 0,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,17 +27,16 @@ from trioserve.engine.gguf import HeaderError, Tensor
 from trioserve.engine.llama.adapters import Adapters
 from trioserve.engine.llama.constraint import Constraints
 from trioserve.engine.llama.embedder import EmbeddingSession
-from trioserve.engine.llama.library import captured_errors, free_device_memory, returned_pages, start_backend
-from trioserve.engine.llama.session import CPU_GRAIN, LlamaSession
+from trioserve.engine.llama.library import captured_errors, free_device_memory, has_amx, returned_pages, start_backend
+from trioserve.engine.llama.session import LlamaSession
 from trioserve.engine.llama.vocabulary import Vocabulary
 from trioserve.engine.lora_file import inspect_adapters
 from trioserve.engine.model_file import inspect_model
+from trioserve.engine.rounding import grain, rows_alike
 
 _NO_VOCABULARY, _WORDPIECE = 0, 3  # LLAMA_VOCAB_TYPE_NONE, LLAMA_VOCAB_TYPE_WPM
 _NO_POOLING, _RANK = ("", "-1", "0"), "4"  # of llama_pooling_type, as a file's metadata spells it
 _POSITIONS = "position_embd.weight"
-_BESIDE_LAYERS = ("token_embd.", "output.")  # looked up, and computed for one token at a time
-_CUT_ANYWHERE = {0, 1, 2, 3, 8}  # F32, F16, Q4_0, Q4_1, Q8_0, of ggml
 _TEXT_BYTES = 256
 _LOAD_MODES = {  # by (mmap, mlock)
     (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
@@ -84,7 +82,8 @@ class LlamaWeights:
         # The output counts as one layer more.
         all_layers = options.gpu_layers < 0 or options.gpu_layers > llama_cpp.llama_model_n_layer(model)
         self._wholly_offloaded = self.offloads and all_layers
-        self._grain = 1 if self.offloads else _grain(tensors)
+        self._grain = 1 if self.offloads else grain(tensors)
+        self.rows_alike = not self.offloads and rows_alike(tensors, amx=has_amx())
         self._vocabulary = Vocabulary(model)
         self._constraints = Constraints(self._vocabulary)
         self._family = _metadata(model, "general.architecture")
@@ -166,7 +165,9 @@ class LlamaEngine:
             found = inspect_adapters(adapters, header)
         except HeaderError as error:
             raise UnfitOptions(str(error), "lora") from None
-        return InspectedFile(header, offloads=bool(llama_cpp.llama_supports_gpu_offload()), adapters=found)
+        return InspectedFile(
+            header, offloads=bool(llama_cpp.llama_supports_gpu_offload()), adapters=found, amx=has_amx()
+        )
 
     def load(self, path: Path, options: LoadOptions, progress: Progress | None = None) -> LlamaWeights:
         """Load a GGUF file; see ``engine.base.Engine.load``."""
@@ -239,13 +240,6 @@ def _tensors(path: Path) -> Sequence[Tensor]:
 def _learnt_positions(tensors: Sequence[Tensor]) -> int | None:
     """Rows of a model's table of positions, where it has one; llama.cpp aborts the process at a position beyond it."""
     return next((tensor.shape[-1] for tensor in tensors if tensor.name == _POSITIONS), None)
-
-
-def _grain(tensors: Sequence[Tensor]) -> int:
-    """Tokens whose multiples prompts are cut at on this processor; see ``session.CPU_GRAIN``."""
-    kinds = {tensor.type for tensor in tensors if not tensor.name.startswith(_BESIDE_LAYERS)}
-    cut_anywhere = platform.machine() in ("x86_64", "AMD64") and kinds and kinds <= _CUT_ANYWHERE
-    return 1 if cut_anywhere else CPU_GRAIN
 
 
 def _description(model: Any) -> str:
