@@ -1217,9 +1217,9 @@ def test_next_tokens_and_prompts_that_are_kept_apart_are_answered_the_same(plans
         assert got.end is None or len(got.tokens) == room
     for batch in crowd.context.batches:
         counts = collections.Counter(cell.sequence for cell in batch).values()
-        begun = {cell.sequence for cell in batch if cell.position > 0}
-        assert len({count == 1 for count in counts}) == 1 or len(begun) < len(counts)
-        assert not any(abs(one - other) == 1 for one, other in itertools.combinations(counts, 2))
+        assert len({count == 1 for count in counts}) == 1
+        least = 8 if coarse else 2
+        assert not any(0 < abs(one - other) < least for one, other in itertools.combinations(counts, 2))
 
 
 @given(st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(1, 20))

@@ -175,14 +175,28 @@ def _told(session, requests, every=0):
     return [told[key] for key in sorted(told, key=lambda key: key[1])]
 
 
+@pytest.fixture(scope="module")
+def quantised():
+    with loaded(tiny_model(quantised=True, n_ctx_train=1024)) as tiny:
+        yield tiny
+
+
+@pytest.mark.parametrize("kind", ["weights", "quantised"])
 @pytest.mark.parametrize("every", [0, 3])
-def test_next_tokens_have_the_same_bits_in_any_company(weights, every):
+def test_next_tokens_have_the_same_bits_in_any_company(request, kind, every):
+    weights = request.getfixturevalue(kind)
     if not weights.rows_alike:
         pytest.skip("this processor multiplies several rows otherwise than one")
     chooser = random.Random(1)
     lengths = [60, 61, 100, 63, 360, 62, 210, 64]
     requests = [
-        asking([chooser.randrange(300, 9000) for _ in range(length)], 16, ignore_eos=True, reuse=False, logprobs=5)
+        asking(
+            [chooser.randrange(3, weights.vocab_size) for _ in range(length)],
+            16,
+            ignore_eos=True,
+            reuse=False,
+            logprobs=5,
+        )
         for length in lengths
     ]
     with opened(weights, n_ctx=512) as session:

@@ -42,14 +42,13 @@ def rows_alike(tensors: Iterable[Tensor], *, amx: bool) -> bool:
         amx: whether the engine computes with those instructions of the processor.
     """
     matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]  # other tensors are used element by element
-    return (
-        _is_x86()
-        and bool(matrices)
-        and all(
-            matrix.type in _ROWS_ALIKE or (amx and matrix.type in _WITH_AMX and matrix.shape[1] % _TILES == 0)
-            for matrix in matrices
-        )
-    )
+    return _is_x86() and bool(matrices) and all(_is_alike(matrix, amx=amx) for matrix in matrices)
+
+
+def _is_alike(matrix: Tensor, *, amx: bool) -> bool:
+    if len(matrix.shape) != 2:
+        return False  # of experts, each of which sees some of the tokens
+    return matrix.type in _ROWS_ALIKE or (amx and matrix.type in _WITH_AMX and matrix.shape[1] % _TILES == 0)
 
 
 def _is_x86() -> bool:

@@ -42,8 +42,7 @@ class DecodeCore:
         chunk: tokens of prompts that one step may evaluate.
         beside: the same for a step that other sequences' next tokens are in: so long do those have to wait for it.
         max_sequences: sequences that may live at once.
-        grain: tokens whose multiples prompts are cut at, where the model's memory can be had in part; see
-            ``prefix.cut``.
+        grain: tokens whose multiples prompts are cut at; see ``prefix.cut``.
         apart: whether next tokens and prompts go into steps of their own, by turns. llama.cpp would cut such a step up
             so that the first token of each prompt is evaluated among the next tokens, with other last bits.
         on_device: whether another device than the CPU does all of the work: ``Context.decode`` returns before it is
@@ -84,8 +83,9 @@ class DecodeCore:
         self._prompts_turn = True  # where they go into steps of their own: the last one was of next tokens
         self._steps = 0
         self._live: dict[int, Live] = {}  # in the order of their arrival
-        self._grain = grain if context.divisible else 1
-        self._sharing = Sharing(context, self._live, n_ctx, self._grain)
+        self._grain = grain
+        self._kept_grain = grain if context.divisible else 1  # a state is had whole or not at all
+        self._sharing = Sharing(context, self._live, n_ctx, self._kept_grain)
         self._parts = True  # until the context turns out to copy no part of what is kept
         # The sequences that aren't live, and the tokens whose memory each of them still has; the oldest ones first.
         self._kept = {number: Kept() for number in range(max_sequences)}
@@ -240,11 +240,16 @@ class DecodeCore:
         """
         prompt = list(request.prompt) if request.reuse else []
         common = {number: kept.usable(prompt) for number, kept in self._kept.items()}
-        worth = [number for number, kept in self._kept.items() if goes_on(common[number], len(prompt), kept)]
+        good_for = {number: cut(tokens, len(prompt), self._kept_grain) for number, tokens in common.items()}
+        worth = [
+            number
+            for number, kept in self._kept.items()
+            if good_for[number] and goes_on(common[number], len(prompt), kept)
+        ]
         number = max(worth, key=lambda one: (common[one], -len(self._kept[one]))) if worth else self._free_number()
         self._set_aside(number, common[number])
         best = max(common, key=common.__getitem__)
-        there, elsewhere = (cut(common[one], len(prompt), self._grain) for one in (number, best))
+        there, elsewhere = good_for[number], good_for[best]
         if self._parts and self._sharing.saves(elsewhere - there):
             cached = elsewhere
             good = self._parts = self._context.copy(best, number, cached)
@@ -331,8 +336,8 @@ class DecodeCore:
                 count = len(live.pending)
             elif len(live.pending) <= left or left == all_of_it:
                 count = _piece(len(live.pending), chunk, left, self._grain)
-                if self._apart and any(abs(count - other) == 1 for other in counts.values()):
-                    continue  # of the longer one, a last token would be evaluated alone
+                if self._apart and any(0 < abs(count - other) < max(self._grain, 2) for other in counts.values()):
+                    continue  # of the longer one, too few tokens would be evaluated alone
             else:
                 continue
             if count:

@@ -48,8 +48,13 @@ def _libc_function(name: str) -> Any:
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether llama.cpp computes with AMX: it was built with it, and the system lets the process use it."""
+    """Whether llama.cpp computes with AMX: it was built with it, and the system lets the process use it.
+
+    Where there is a GPU it does not, even if no layers are on it: weights lie in that one's memory of the host then.
+    """
     if b"AMX_INT8 = 1" not in llama_cpp.llama_print_system_info() or sys.platform != "linux":
+        return False
+    if llama_cpp.llama_supports_gpu_offload():
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
