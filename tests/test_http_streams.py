@@ -124,9 +124,11 @@ class Wire:
         await trio.sleep(self.seconds)
         self.sent.append((trio.current_time(), message.get("body")))
 
-    async def take_chunk(self, body):
-        await trio.sleep(self.seconds)
+    def take_chunk(self, body):
+        if self.seconds:
+            return trio.sleep(self.seconds)
         self.chunks.append(body)
+        return None
 
     async def begin(self, *headers):
         await self.exchange.send({"type": "http.response.start", "status": 200, "headers": list(headers)})

@@ -68,7 +68,7 @@ async def read(job):
     """Everything to the end, as text."""
     text, ended = "", False
     while not ended:
-        events = await job.next_events()
+        events = [event for _, event in await job.next_events()]
         if isinstance(events[-1], Failed):
             raise EngineError(events[-1].message)
         text += "".join(event.text for event in events)
@@ -262,7 +262,7 @@ async def test_any_mixture_of_guests_gets_the_right_answers(fused, eventually):
                     wrong.append((number, text))
                 return
             for _ in range(patience):
-                if isinstance((await job.next_events())[-1], Finished):
+                if isinstance((await job.next_events())[-1][1], Finished):
                     return
 
     async with fused(slots=4) as model:
@@ -464,7 +464,7 @@ async def test_a_batch_that_waits_for_its_reader_has_no_part_in_a_stall_of_the_o
         assert model.status().ailments == dict.fromkeys({0, 1, 2} - {lease.slot}, Ailment.STALLED)
         engine.step_gate.open()
         events = []
-        while sum(isinstance(event, Finished) for event in events) < 2:
+        while sum(isinstance(event, Finished) for _, event in events) < 2:
             events += await batch.next_events()
 
 
@@ -479,7 +479,7 @@ async def test_a_batch_gets_a_session_of_its_own_beside_the_others(fused, engine
             await engine.step_gate.arrived(2)
             engine.step_gate.open()
             assert await read(job) == fake_answer(b"alone", 6)
-            while not isinstance((await batch.next_events())[-1], Finished):
+            while not isinstance((await batch.next_events())[-1][1], Finished):
                 pass
         assert [session.max_sequences for session in sessions_of(model)] == [2, 2]
 
@@ -503,9 +503,9 @@ async def test_a_batch_without_a_session_of_its_own_goes_one_by_one(fused, engin
         engine.failing_session, engine.failing_sessions = 1, 2
         async with working(model, sequence(b"a"), sequence(b"b")) as (_, job):
             events = []
-            while sum(isinstance(event, Finished) for event in events) < 2:
+            while sum(isinstance(event, Finished) for _, event in events) < 2:
                 events += await job.next_events()
-        assert [event.sequence for event in events if isinstance(event, Finished)] == [0, 1]
+        assert [index for index, event in events if isinstance(event, Finished)] == [0, 1]
         assert max(crowds) == 1
 
 

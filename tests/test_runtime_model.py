@@ -29,7 +29,7 @@ async def answer(model, prompt=b"prompt", tokens=5):
         job = lease.start(pool, SequenceRequest(prompt=list(prompt), max_tokens=tokens))
         text = ""
         while True:
-            events = await job.next_events()
+            events = [event for _, event in await job.next_events()]
             text += "".join(event.text for event in events)
             if isinstance(events[-1], Finished):
                 return text

@@ -118,7 +118,7 @@ async def test_a_model_whose_answer_is_under_way_never_goes(town_for, engine, ev
             with pytest.raises(ServerBusyError):
                 await town.use("b")
             engine.step_gate.open()
-            while not isinstance((await job.next_events())[-1], Finished):
+            while not isinstance((await job.next_events())[-1][1], Finished):
                 pass
         await eventually(lambda: town["a"].status().active_slots == 0)
         await town.use("b")

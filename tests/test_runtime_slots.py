@@ -41,7 +41,7 @@ async def read(job):
     """Everything to the end, as text."""
     text, ended = "", False
     while not ended:
-        events = await job.next_events()
+        events = [event for _, event in await job.next_events()]
         text += "".join(event.text for event in events)
         ended = isinstance(events[-1], Finished)
     return text
@@ -52,7 +52,7 @@ async def read_to_error(job):
     text = ""
     while True:
         try:
-            events = await job.next_events()
+            events = [event for _, event in await job.next_events()]
         except TrioserveError as error:
             return text, error
         for event in events:
@@ -246,7 +246,7 @@ async def test_a_release_in_decode_ends_the_answer_and_frees_the_slot(model_for,
         async with working(model, sequence(tokens=100)) as (_, job):
             engine.step_gate.let(3)
             await engine.step_gate.arrived(4)
-            assert isinstance((await job.next_events())[0], Token)
+            assert isinstance((await job.next_events())[0][1], Token)
         await eventually(lambda: model.status().active_slots == 0)
         assert len(sessions(model)[0].threads) == 4
         engine.step_gate.open()

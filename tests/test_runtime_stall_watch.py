@@ -38,7 +38,7 @@ async def read(job):
     text = ""
     while True:
         try:
-            text += "".join(event.text for event in await job.next_events())
+            text += "".join(event.text for _, event in await job.next_events())
         except EngineError as error:
             return text, error
 
@@ -47,7 +47,7 @@ async def answer(model):
     async with working(model, sequence()) as (_, job):
         text = ""
         while len(text) < 5:
-            text += "".join(event.text for event in await job.next_events())
+            text += "".join(event.text for _, event in await job.next_events())
         return text
 
 

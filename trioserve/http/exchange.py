@@ -24,11 +24,12 @@ Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
-SendChunk = Callable[[bytes], Awaitable[None]]
+SendChunk = Callable[[bytes], Awaitable[None] | None]
 
 CHUNKS = "trioserve.chunks"
-"""Name of the extension to ASGI by which a piece of a response that goes out in chunks is sent as one. The server that
-offers it frames responses of no given length in chunks."""
+"""Name of the extension to ASGI by which a piece of a response that goes out in chunks is sent as one, a ``SendChunk``.
+Where it could not be sent at once, it returns what is to be awaited. The server that offers it frames responses of no
+given length in chunks."""
 
 _KEY = "trioserve.exchange"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -142,9 +143,12 @@ class Exchange:
             ClientStalledError: it does, and nobody watches.
         """
         if self._send_chunk is not None and self._watched and message.get("more_body") and message["body"]:
-            self._sending_since = self._sent_at = trio.current_time()
-            await self._send_chunk(message["body"])  # nearly always, for a stream comes here for every token
-            self._sending_since = None
+            self._sent_at = trio.current_time()
+            rest = self._send_chunk(message["body"])  # nearly always, for a stream comes here for every token
+            if rest is not None:
+                self._sending_since = self._sent_at
+                await rest
+                self._sending_since = None
             return
         if message["type"] == "http.response.start":
             self._begin(message)

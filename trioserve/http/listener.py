@@ -167,13 +167,16 @@ class Connection(TCPServer):
     def __init__(self, app: AppWrapper, *args: Any) -> None:
         super().__init__(partial(_lend, self.send_chunk, app), *args)
 
-    async def send_chunk(self, body: bytes) -> None:
+    def send_chunk(self, body: bytes) -> Awaitable[None] | None:
         """Send a piece of a response that is on its way in chunks, as h11 would write it.
 
         Nearly everything that a server of streams sends is such a piece. They have no part in the state of the
         connection: three layers that would look at each of them are left out.
+
+        Returns:
+            What is to be awaited, where it could not be sent at once.
         """
-        await self._send(b"%x\r\n%b\r\n" % (len(body), body))
+        return self._send(b"%x\r\n%b\r\n" % (len(body), body))
 
     async def run(self) -> None:
         """Serve until the connection ends."""
@@ -189,25 +192,26 @@ class Connection(TCPServer):
         protocol = self.protocol.protocol
         if isinstance(protocol, H2Protocol) and not isinstance(protocol.stream_buffers, _BoundedBuffers):
             protocol.stream_buffers = _BoundedBuffers()
-        if isinstance(event, RawData):
-            await self._send(event.data)
-        else:
+        if not isinstance(event, RawData):
             await super().protocol_send(event)
+        elif (rest := self._send(event.data)) is not None:
+            await rest
 
-    async def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> Awaitable[None] | None:
+        """Send what the socket takes at once, and return what is to be awaited for the rest."""
         stream: object = self.stream  # ours, or TLS over it
         if isinstance(stream, BoundedStream) and not self.send_lock.locked():
             left = stream.send_now(data)
             self._unyielded += len(data) - len(left)
             if not left:
-                if self._unyielded > MOST_UNYIELDED:
-                    self._unyielded = 0
-                    await trio.lowlevel.cancel_shielded_checkpoint()
-                return
+                return self._yield() if self._unyielded > MOST_UNYIELDED else None
             if len(left) < len(data):
-                await self._send_rest(left)
-                return
-        await super().protocol_send(RawData(data))
+                return self._send_rest(left)
+        return super().protocol_send(RawData(data))
+
+    async def _yield(self) -> None:
+        self._unyielded = 0
+        await trio.lowlevel.cancel_shielded_checkpoint()
 
     async def _send_rest(self, left: bytes) -> None:
         """Send what is left of something that has begun, also in a cancelled task.

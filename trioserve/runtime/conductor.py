@@ -15,6 +15,7 @@ import trio
 from trioserve.engine.base import Failed, Session, StepEvent, Work
 from trioserve.errors import EngineError
 from trioserve.runtime.batch_sessions import BatchSessions
+from trioserve.runtime.bell import Bell
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.job import Job
 from trioserve.runtime.pace import Pace
@@ -44,7 +45,7 @@ class Part:
         self.ended = False
         self.error: Exception | None = None
         self._token = trio.lowlevel.current_trio_token()
-        self._changed = trio.Event()
+        self._changed = Bell()
 
     # -- in the worker thread
 
@@ -67,10 +68,9 @@ class Part:
     async def wait_changed(self) -> None:
         """Return once it was paused or has ended."""
         await self._changed.wait()
-        self._changed = trio.Event()
 
     def _note(self) -> None:
-        self._changed.set()
+        self._changed.ring()
 
 
 class Conductor:

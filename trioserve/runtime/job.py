@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import trio
 
 from trioserve.engine.base import ENDINGS, StepEvent, Work
 from trioserve.errors import EngineError, TrioserveError
 from trioserve.origin import current_origin
+from trioserve.runtime.bell import Bell
 
 BUFFERED_EVENTS = 256
 """Events that may wait for a slow reader before its slot pauses."""
+
+
+Told = tuple[int, StepEvent]
+"""An event, after the index of its sequence in ``Job.works``. Its own ``sequence`` is the number in the session."""
 
 
 @dataclass(slots=True)
@@ -33,10 +38,10 @@ class Times:
 class Job:
     """Carries the events of its sequences from a worker thread to the request's task, in order and bounded.
 
-    A sequence is known by its index in ``works``, which its events carry as ``sequence``. The worker appends and
-    nudges the event loop; nudges that are still under way are not repeated, so tokens that pile up while the loop is
-    busy are handed over together. The worker never blocks: a full buffer makes it leave the engine, and the slot's task
-    waits for room instead.
+    A sequence is known by its index in ``works``, which its events are told with. The worker appends and nudges the
+    event loop; nudges that are still under way are not repeated, so tokens that pile up while the loop is busy are
+    handed over together. The worker never blocks: a full buffer makes it leave the engine, and the slot's task waits
+    for room instead.
 
     Arguments:
         works: the sequences, at least one, begun in this order.
@@ -51,8 +56,8 @@ class Job:
         self.origin = current_origin()
         self._interrupt = interrupt
         self._token = trio.lowlevel.current_trio_token()
-        self._events: deque[StepEvent] = deque()
-        self._arrived = trio.Event()
+        self._events: deque[Told] = deque()
+        self._arrived = Bell()
         self._room = trio.Event()
         self._error: TrioserveError | None = None
         self._at_end = False  # the reader has got all that comes before the error
@@ -63,8 +68,8 @@ class Job:
         self._next = 0
         self._indices: dict[int, int] = {}  # of the live sequences, by their numbers in the session
         self._without_token = 0
-        self._posted: list[StepEvent] = []
-        self._last: StepEvent | None = None
+        self._posted: list[Told] = []
+        self._last: Told | None = None
 
     # -- in the worker thread
 
@@ -132,7 +137,7 @@ class Job:
             if isinstance(event, ENDINGS):
                 times.ended = now
                 ended.append(number)
-            self._posted.append(event if number == index else replace(event, sequence=index))
+            self._posted.append((index, event))
         for number in ended:
             del self._indices[number]
         if not self._indices and self._next == len(self.works):
@@ -161,18 +166,18 @@ class Job:
 
     def nudge(self) -> None:
         """Have the reader look for events."""
-        self._arrived.set()
+        self._arrived.ring()
 
     def settle(self) -> None:
         """Tell the reader the end, now that the slot is idle."""
         if self._last is not None:
             self._events.append(self._last)
-            self._arrived.set()
+            self._arrived.ring()
 
     def fail(self, error: TrioserveError) -> None:
         """End the job with an error that the reader gets after the events that are already there."""
         self._error = self._error or error
-        self._arrived.set()
+        self._arrived.ring()
 
     # -- in the event loop, for the request
 
@@ -185,17 +190,30 @@ class Job:
             self._room.set()
             self.fail(EngineError("the request was given up"))
 
-    async def next_events(self) -> list[StepEvent]:
+    async def next_events(self) -> list[Told]:
         """Return all events that have arrived, waiting for at least one.
 
         Raises:
             TrioserveError: whatever the job was made to fail with.
         """
-        while not self._events or self._cancelled or self._at_end:
+        while not (events := self.poll()):
+            await self.wait()
+        return events
+
+    async def wait(self) -> None:
+        """Return once there may be something for ``poll``. For one task."""
+        await self._arrived.wait()
+
+    def poll(self) -> list[Told]:
+        """Return all events that have arrived since the last call, without waiting.
+
+        Raises:
+            TrioserveError: as ``next_events``.
+        """
+        if not self._events or self._cancelled or self._at_end:
             if self._error is not None:
                 raise self._error
-            self._arrived = trio.Event()
-            await self._arrived.wait()
+            return []
         events = list(self._events)
         # The worker may append meanwhile: only what was copied is removed.
         for _ in events:

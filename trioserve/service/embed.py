@@ -37,8 +37,8 @@ class Embedding:
         inputs = len(self._job.works)
         try:
             while len(found) < inputs:
-                for event in await self._job.next_events():
-                    found[event.sequence] = _vector(event)
+                for index, event in await self._job.next_events():
+                    found[index] = _vector(event)
         except TrioserveError as error:
             self._record.fail(error)
             raise

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from trioserve.engine.base import StepEvent, Token
 from trioserve.errors import TrioserveError
+from trioserve.runtime.job import Job
 from trioserve.scheduling.lifecycle import RequestEvent
 from trioserve.service.answer import Answer
 from trioserve.service.begun import Begun
@@ -62,12 +63,14 @@ class Generation:
             ShuttingDownError: the drain ended before the answer did.
         """
         parts, self._known = self._known, []
-        while not parts and self._open:
-            try:
-                parts = await self._next()
-            except TrioserveError as error:
-                self._record.fail(error)
-                raise
+        try:
+            while self._open and not parts:
+                assert self._job is not None, "open answers have a job"
+                if not (parts := self._read(self._job)):
+                    await self._job.wait()
+        except TrioserveError as error:
+            self._record.fail(error)
+            raise
         return parts
 
     async def __aiter__(self) -> AsyncIterator[Part]:
@@ -75,15 +78,15 @@ class Generation:
             for part in parts:
                 yield part
 
-    async def _next(self) -> list[Part]:
-        assert self._job is not None, "open answers have a job"
-        events = await self._job.next_events() if self._error is None else ()
+    def _read(self, job: Job) -> list[Part]:
+        """What has arrived, without waiting. What has piled up is counted in one go: every token comes by here."""
+        self._check()
+        events = job.poll()
         before = self._record.completion_tokens
-        parts = [part for event in events for part in self._take(event)]
-        # What has piled up is counted in one go: this runs for every token of every stream.
+        parts = [part for index, event in events for part in self._take(index, event)]
         if made := self._record.completion_tokens - before:
             self._metrics.completion_tokens += made
-            for index in {event.sequence for event in events}:
+            for index in {index for index, _ in events}:
                 self._answers[index].measure_gaps(self._metrics.token_gap)
         if not parts:
             self._check()
@@ -93,10 +96,10 @@ class Generation:
         if self._error is not None:
             raise self._error
 
-    def _take(self, event: StepEvent) -> list[Part]:
+    def _take(self, index: int, event: StepEvent) -> list[Part]:
         if isinstance(event, Token):
-            self._note_token(event.sequence)
-        parts = self._answers[event.sequence].take(event)
+            self._note_token(index)
+        parts = self._answers[index].take(event)
         if parts and isinstance(ending := parts[-1], (Done, Failure)):
             if isinstance(ending, Failure) and self._all_or_nothing:
                 self._error = ending.error
