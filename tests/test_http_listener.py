@@ -195,9 +195,9 @@ async def test_a_cancelled_task_finishes_the_chunk_that_it_has_begun():
         async def speak():
             with trio.CancelScope() as scope:
                 scope.cancel()
-                await connection.send_chunk(body)
+                await said(connection, body)
             with trio.CancelScope(shield=True):
-                await connection.send_chunk(b"last words")
+                await said(connection, b"last words")
             await stream.aclose()
 
         nursery.start_soon(speak)
@@ -212,3 +212,21 @@ async def test_a_connection_that_is_gone_is_left_to_the_send_that_tells():
         assert stream.send_now(b"x") == b"x"
         with pytest.raises(trio.ClosedResourceError):
             await stream.send_all(b"x")
+
+
+async def test_a_connection_that_sends_and_sends_lets_others_have_their_turn(monkeypatch):
+    monkeypatch.setattr("trioserve.http.listener.MOST_UNYIELDED", 100)
+    async with bounded_pair() as (stream, _):
+        connection = Connection(None, None, None, None, stream)
+        turns = []
+        for _ in range(6):
+            rest = connection.send_chunk(bytes(40))  # 46 with its frame
+            turns.append(rest is not None)
+            if rest is not None:
+                await rest
+    assert turns == [False, False, True] * 2
+
+
+async def said(connection, body):
+    if (rest := connection.send_chunk(body)) is not None:
+        await rest

@@ -125,10 +125,8 @@ class Wire:
         self.sent.append((trio.current_time(), message.get("body")))
 
     def take_chunk(self, body):
-        if self.seconds:
-            return trio.sleep(self.seconds)
         self.chunks.append(body)
-        return None
+        return trio.sleep(self.seconds) if self.seconds else None
 
     async def begin(self, *headers):
         await self.exchange.send({"type": "http.response.start", "status": 200, "headers": list(headers)})
@@ -207,6 +205,23 @@ async def test_a_body_that_waits_behind_a_comment_is_bounded_too(chunks, autojum
         await speak_late()
     assert caught.group_contains(ClientStalledError)
     assert trio.current_time() == pytest.approx(20 + 30, abs=0.1)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_a_piece_that_took_its_time_is_not_held_against_the_silence_after_it(given_up, autojump_clock):
+    wire = Wire(send_timeout=30, silence=math.inf, chunks=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wire.exchange.watch)
+        await trio.testing.wait_all_tasks_blocked()
+        await wire.begin(EVENTS)
+        wire.seconds = 20
+        with trio.move_on_after(1 if given_up else math.inf):
+            await wire.say(b"slow")
+        await trio.sleep(100)
+        wire.seconds = 0
+        await wire.say(b"quick")
+        nursery.cancel_scope.cancel()
+    assert wire.chunks == [b"slow", b"quick"]
 
 
 async def test_pieces_of_a_stream_are_sent_as_chunks_where_the_server_lets_them():

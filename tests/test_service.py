@@ -973,6 +973,32 @@ async def test_choices_of_one_prompt_are_prepared_once(service_for, monkeypatch)
     assert len(asked) == 1
 
 
+async def test_one_choice_that_fails_alone_ends_the_others_at_once(service_for, engine, monkeypatch):
+    """Also where these go on, and have given something by the time that the error is told."""
+    step = FakeSession.step
+
+    def poor(self, threads, held=()):
+        events = step(self, threads, held)
+        (number, live), *_ = self._live.items()
+        if len(self._live) == 1 or live.ended:
+            return events
+        live.ended = True
+        return [Failed(number, "its sampler broke", alone=True), *(one for one in events if one.sequence != number)]
+
+    monkeypatch.setattr(FakeSession, "step", poor)
+    engine.step_gate.shut()
+    async with service_for() as service:
+        await loaded(service)
+        batch = BatchRequest([request(max_tokens=200)] * 3, all_or_nothing=True, choices=3)
+        async with service.generate(batch) as generation:
+            engine.step_gate.let(1)
+            assert [part.index for part in await generation.next_parts()] == [1, 2]
+            engine.step_gate.let(1)
+            await engine.step_gate.arrived(3)
+            with pytest.raises(EngineError, match="inference failed"):
+                await generation.next_parts()
+
+
 async def test_an_answer_that_the_request_leaves_no_token_for_is_its_own_fault(service_for, engine, monkeypatch):
     monkeypatch.setattr(FakeSession, "_fail", lambda self, number, live: Failed(number, "none left", unanswerable=True))
     engine.failing_step = 1

@@ -28,7 +28,7 @@ SendChunk = Callable[[bytes], Awaitable[None] | None]
 
 CHUNKS = "trioserve.chunks"
 """Name of the extension to ASGI by which a piece of a response that goes out in chunks is sent as one, a ``SendChunk``.
-Where it could not be sent at once, it returns what is to be awaited. The server that offers it frames responses of no
+It returns what is to be awaited, where there is something to wait for. The server that offers it frames responses of no
 given length in chunks."""
 
 _KEY = "trioserve.exchange"
@@ -147,8 +147,10 @@ class Exchange:
             rest = self._send_chunk(message["body"])  # nearly always, for a stream comes here for every token
             if rest is not None:
                 self._sending_since = self._sent_at
-                await rest
-                self._sending_since = None
+                try:
+                    await rest
+                finally:
+                    self._sending_since = None
             return
         if message["type"] == "http.response.start":
             self._begin(message)

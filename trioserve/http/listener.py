@@ -174,7 +174,7 @@ class Connection(TCPServer):
         connection: three layers that would look at each of them are left out.
 
         Returns:
-            What is to be awaited, where it could not be sent at once.
+            What is to be awaited: until all is sent, or others have had their turn. None where there is nothing.
         """
         return self._send(b"%x\r\n%b\r\n" % (len(body), body))
 
@@ -198,7 +198,7 @@ class Connection(TCPServer):
             await rest
 
     def _send(self, data: bytes) -> Awaitable[None] | None:
-        """Send what the socket takes at once, and return what is to be awaited for the rest."""
+        """Send what the socket takes at once; see ``send_chunk`` for what is returned."""
         stream: object = self.stream  # ours, or TLS over it
         if isinstance(stream, BoundedStream) and not self.send_lock.locked():
             left = stream.send_now(data)

@@ -61,16 +61,13 @@ class Part:
 
     def tell(self) -> None:
         """Have whoever waits look again. Any thread."""
-        self._token.run_sync_soon(self._note)
+        self._token.run_sync_soon(self._changed.ring)
 
     # -- in the event loop
 
     async def wait_changed(self) -> None:
         """Return once it was paused or has ended."""
         await self._changed.wait()
-
-    def _note(self) -> None:
-        self._changed.ring()
 
 
 class Conductor:
