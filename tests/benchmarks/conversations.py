@@ -47,7 +47,9 @@ def converse(url: str, options: argparse.Namespace) -> Cost:
                 messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
                 usage = answer["usage"]
                 tokens += usage["prompt_tokens"]
-                evaluated += usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+                if (details := usage.get("prompt_tokens_details")) is None:
+                    raise SystemExit(f"{url} does not tell what it had kept: no usage.prompt_tokens_details")
+                evaluated += usage["prompt_tokens"] - details["cached_tokens"]
     return Cost(tokens, evaluated, seconds)
 
 
