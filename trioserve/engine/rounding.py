@@ -1,7 +1,8 @@
 """For which weights a token comes out with the same bits whatever it is evaluated together with, on a CPU.
 
 Which routines multiply depends on the processor, the kind of weights and how many tokens there are. What is listed here
-was seen to make no difference: logits compared by their bits, with AVX2, AVX-512 and AMX.
+was seen to make no difference: logits compared by their bits, with AVX2, AVX-512 and AMX, and Q8_0 also in a build for
+CUDA that has no layer on the GPU.
 """
 
 from __future__ import annotations
