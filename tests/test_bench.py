@@ -267,13 +267,13 @@ def test_plan_of_a_bare_address():
 def test_plan_with_everything(tmp_path):
     plan = planned(
         *["http://h", "m", "--against", "https://g/v1", "--against-model", "n", "--clients", "4,1,4", "--plain"],
-        *["--requests", "2", "--rounds", "5", "--tokens", "6", "--prompt-words", "7", "--max-seconds", "8"],
+        *["--requests", "2", "--rounds", "5", "--tokens", "6", "--prompt-words", "7-9", "--max-seconds", "8"],
         *["--json", str(tmp_path / "j"), "--plot", str(tmp_path / "p.SVG"), "--api-key", "k"],
         environ={"BENCH_API_KEY": "other", "BENCH_AGAINST_API_KEY": "l"},
     )
     assert plan == Plan(
         {"server": Server("http://h", "m", "k"), "against": Server("https://g/v1", "n", "l")},
-        Workload(6, 7, extended=False),
+        Workload(6, 7, 9, extended=False),
         clients=(4, 1),
         requests=2,
         rounds=5,
@@ -304,6 +304,9 @@ def test_a_key_goes_to_its_server_only():
         (["http://h", "--clients", "5000"], "--clients: 5000 is more than 1000"),
         (["http://h", "--rounds", "x"], "--rounds: 'x' is not an integer from 1 on"),
         (["http://h", "--tokens", "-1"], "--tokens: '-1' is not an integer from 1 on"),
+        (["http://h", "--prompt-words", "7-"], "--prompt-words: '7-' is neither an integer from 1 on nor two"),
+        (["http://h", "--prompt-words", "0-7"], "--prompt-words: '0-7' is neither an integer from 1 on nor two"),
+        (["http://h", "--prompt-words", "9-7"], "--prompt-words: '9-7' ends before it begins"),
         (["http://h", "--max-seconds", "0"], "--max-seconds: '0' is not an integer from 1 on"),
         (["http://h", "--api-key", "a\nb"], "the key for URL holds characters"),
         (["http://h", "--plot", "p.gif"], "'p.gif' must end in .svg or .png"),
@@ -340,11 +343,21 @@ def test_a_missing_package_is_one_line(package, words, complaint, monkeypatch, c
 
 
 def test_prompts_follow_from_their_seed():
-    workload = Workload(tokens=7, prompt_words=12)
+    workload = Workload(tokens=7, prompt_words=12, most_prompt_words=12)
     assert body(workload, "m", 1) == body(workload, "m", 1)
     assert body(workload, "m", 1)["messages"] != body(workload, "m", 2)["messages"]
     assert body(workload, "m", 1)["ignore_eos"] is True
     assert "ignore_eos" not in body(Workload(extended=False), "m", 1)
+
+
+def test_prompts_are_as_long_as_they_may_be():
+    def words(least, most, seed):
+        workload = Workload(prompt_words=least, most_prompt_words=most)
+        return len(body(workload, "m", seed)["messages"][0]["content"].split())
+
+    instruction = words(5, 5, 1) - 5
+    assert {words(5, 8, seed) - instruction for seed in range(40)} == {5, 6, 7, 8}
+    assert {words(5, 5, seed) - instruction for seed in range(40)} == {5}
 
 
 # -- loads

@@ -118,7 +118,7 @@ class ScriptedVocabulary:
         return token == END
 
 
-def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, grain=1, apart=False, on_device=False, bridge=0):
+def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, grain=1, apart=False, on_device=False, **waste):
     return DecodeCore(
         context,
         ScriptedVocabulary(),
@@ -131,7 +131,7 @@ def core_over(context, *, n_batch=8, chunk=4, beside=4, n_ctx=N_CTX, grain=1, ap
         grain=grain,
         apart=apart,
         on_device=on_device,
-        bridge=bridge,
+        **waste,
     )
 
 
@@ -879,6 +879,83 @@ def test_a_model_that_cannot_forget_a_part_is_a_bridge_but_once():
     assert [len(batch) for batch in context.batches] == [12, 3, 2]
 
 
+@pytest.mark.parametrize(("most_extra", "told"), [(0, [9, 7, 4]), (2, [9, 9, 4]), (4, [9, 9, 4]), (5, [9, 9, 9])])
+def test_prompts_of_one_step_are_made_equally_long_by_tokens_that_leave_nothing_behind(most_extra, told):
+    """llama.cpp evaluates each length for itself."""
+    context = ScriptedContext()
+    core = core_over(context, n_batch=40, chunk=40, most_extra=most_extra)
+    for place, length in enumerate([9, 7, 4]):
+        core.add(asking(counted(50 * place, length)))
+    events = core.step(1)
+    assert [len(evaluated(context, number)) for number in range(3)] == told
+    assert [(event.sequence, event.token) for event in events] == [(0, 9), (1, 57), (2, 104)]
+    outputs = [(cell.sequence, cell.position) for cell in context.batches[0] if cell.output]
+    assert outputs == [(0, 8), (1, 6), (2, 3)], "of each prompt's last token"
+    assert [len(context.memory[number]) for number in range(3)] == [9, 7, 4]
+    assert [event.token for event in core.step(1)] == [10, 58, 105]
+    assert core.is_sound(3)
+
+
+@pytest.mark.parametrize("limit", ["chunk", "n_batch"])
+@pytest.mark.parametrize(("tokens", "told"), [(15, [8, 6]), (16, [8, 8])])
+def test_prompts_are_made_no_longer_than_a_step_has_room_for(limit, tokens, told):
+    context = ScriptedContext()
+    core = core_over(context, **{"n_batch": 40, "chunk": 40, "most_extra": 4, limit: tokens})
+    for place, length in enumerate([8, 6]):
+        core.add(asking(counted(50 * place, length)))
+    core.step(1)
+    assert [len(evaluated(context, number)) for number in range(2)] == told
+
+
+@pytest.mark.parametrize(("n_ctx", "told"), [(57, 6), (58, 8)])
+def test_prompts_are_made_no_longer_than_their_sequences_have_room_for(n_ctx, told):
+    context = ScriptedContext()
+    core = core_over(context, n_batch=80, chunk=80, n_ctx=n_ctx, most_extra=4)
+    kept = core.add(asking(counted(1, 50), 1))
+    core.step(1)
+    core.remove(kept)
+    assert core.add(asking(counted(1, 56), 1)) == kept
+    core.add(asking(counted(100, 8)))
+    core.step(1)
+    assert [cell.sequence for cell in context.batches[1]].count(kept) == told
+
+
+def test_prompts_that_are_made_equally_long_need_not_wait_for_each_other():
+    """As they do where of the longer one a token alone would be left."""
+    context = ScriptedContext()
+    core = core_over(context, n_batch=40, chunk=30, beside=30, apart=True, most_extra=4)
+    for place, length in enumerate([5, 6, 7]):
+        core.add(asking(counted(10 * place, length), max_tokens=1))
+    core.step(1)
+    assert [len(evaluated(context, number)) for number in range(3)] == [7, 7, 7]
+
+
+def test_a_model_that_cannot_forget_a_part_has_no_prompt_made_longer():
+    context = ScriptedContext(truncates=False)
+    context.divisible = False
+    core = core_over(context, n_batch=40, chunk=40, most_extra=9)
+    for place, length in enumerate([9, 7]):
+        core.add(asking(counted(50 * place, length)))
+    core.step(1)
+    assert [len(evaluated(context, number)) for number in range(2)] == [9, 7]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.INTERRUPTED, Outcome.FAILED])
+def test_a_step_with_prompts_that_were_made_longer_can_be_cut_short_and_can_fail(outcome):
+    context = ScriptedContext([outcome])
+    core = core_over(context, n_batch=40, chunk=40, most_extra=9)
+    numbers = [core.add(asking(counted(50 * place, length), 2)) for place, length in enumerate([9, 7])]
+    events = core.step(1)
+    core.resume()
+    if outcome is Outcome.INTERRUPTED:
+        assert [answer.tokens for answer in finish(core, *numbers)] == [[9, 10], [57, 58]]
+    else:
+        assert [type(event) for event in events] == [Failed] * 2
+        for number in numbers:
+            core.remove(number)
+        assert core.is_sound(0)
+
+
 def test_only_the_first_prompt_of_a_step_is_cut_up():
     context = ScriptedContext()
     core = core_over(context, n_batch=20, chunk=10)
@@ -1205,10 +1282,15 @@ def test_sequences_that_come_and_go_never_disturb_each_other(plans, n_batch, chu
         assert all(len(list(cells)) <= chunk for _, cells in itertools.groupby(batch, key=lambda cell: cell.sequence))
 
 
-@given(st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(2, 20), st.booleans())
+extras = st.integers(0, 9)
+
+
+@given(
+    st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(2, 20), st.booleans(), extras
+)
 @settings(deadline=None)
-def test_next_tokens_and_prompts_that_are_kept_apart_are_answered_the_same(plans, n_batch, chunk, coarse):
-    crowd = Crowd(plans, n_batch, min(chunk, n_batch), apart=True, grain=8 if coarse else 1)
+def test_next_tokens_and_prompts_that_are_kept_apart_are_answered_the_same(plans, n_batch, chunk, coarse, extra):
+    crowd = Crowd(plans, n_batch, min(chunk, n_batch), apart=True, grain=8 if coarse else 1, most_extra=extra)
     crowd.work()
     assert len(crowd.ended) == len(plans)
     for plan, got, _ in crowd.ended:
@@ -1222,16 +1304,17 @@ def test_next_tokens_and_prompts_that_are_kept_apart_are_answered_the_same(plans
         assert not any(0 < abs(one - other) < least for one, other in itertools.combinations(counts, 2))
 
 
-@given(st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(1, 20))
+@given(st.lists(plans, min_size=1, max_size=8), st.integers(MAX_SEQUENCES, 20), st.integers(1, 20), extras)
 @settings(deadline=None)
-def test_steps_that_set_the_next_one_going_answer_the_same(plans, n_batch, chunk):
-    crowd = Crowd(plans, n_batch, min(chunk, n_batch), on_device=True, bridge=2)
+def test_steps_that_set_the_next_one_going_answer_the_same(plans, n_batch, chunk, extra):
+    crowd = Crowd(plans, n_batch, min(chunk, n_batch), on_device=True, bridge=2, most_extra=extra)
     crowd.work()
     assert len(crowd.ended) == len(plans)
     for plan, got, _ in crowd.ended:
         room = min(plan.max_tokens, N_CTX - plan.length)
         assert got.tokens == counted(plan.start + plan.length, room)[: len(got.tokens)]
         assert got.end is None or len(got.tokens) == room
+    assert all(len(batch) <= max(n_batch, 2 * MAX_SEQUENCES) for batch in crowd.context.batches)
 
 
 alike = st.builds(
@@ -1247,7 +1330,7 @@ alike = st.builds(
 @given(st.lists(alike, min_size=2, max_size=8), st.integers(4, 40), st.lists(st.booleans(), max_size=30), st.booleans())
 @settings(deadline=None)
 def test_sequences_that_begin_alike_are_answered_whoever_comes_goes_or_is_held(plans, chunk, holds, on_device):
-    crowd = Crowd(plans, chunk, chunk, holds, n_ctx=128, beside=chunk, on_device=on_device, bridge=2)
+    crowd = Crowd(plans, chunk, chunk, holds, n_ctx=128, beside=chunk, on_device=on_device, bridge=2, most_extra=4)
     crowd.work()
     assert len(crowd.ended) == len(plans)
     for plan, got, _ in crowd.ended:

@@ -60,7 +60,9 @@ def body(workload: Workload, model: str, seed: int) -> dict[str, Any]:
         model: id of the model.
         seed: chooses the prompt; equal seeds give equal prompts.
     """
-    words = " ".join(random.Random(seed).choices(_VOCABULARY.split(), k=workload.prompt_words))
+    # The length is drawn apart from the words: prompts of one length are those that they would be without it.
+    length = random.Random(f"length of {seed}").randint(workload.prompt_words, workload.most_prompt_words)
+    words = " ".join(random.Random(seed).choices(_VOCABULARY.split(), k=length))
     fields: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": f"Write a long tale in which these appear: {words}"}],

@@ -44,7 +44,8 @@ class Workload:
 
     Attributes:
         tokens: of the answer.
-        prompt_words: of the prompt, beside a short instruction.
+        prompt_words: of the prompt, beside a short instruction; the fewest, where prompts differ in length.
+        most_prompt_words: of the longest prompt; as many, where they don't.
         extended: also send the fields beyond OpenAI's that llama.cpp's server and this one know: answers keep their
             full length, and no server answers from a cache.
         timeout: seconds that one read may wait.
@@ -52,6 +53,7 @@ class Workload:
 
     tokens: int = 64
     prompt_words: int = 40
+    most_prompt_words: int = 40
     extended: bool = True
     timeout: float = 600
 
@@ -93,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", default="4", metavar="N", help="requests of each client in a round (default: 4)")
     add("--rounds", default="3", metavar="N", help="rounds; their median is reported (default: 3)")
     add("--tokens", default="64", metavar="N", help="tokens of each answer (default: 64)")
-    add("--prompt-words", default="40", metavar="N", help="words of each prompt (default: 40)")
+    add("--prompt-words", default="40", metavar="N", help="words of each prompt, or from N-N of them (default: 40)")
     add("--plain", action="store_true", help="send OpenAI's own fields only: no ignore_eos, no cache_prompt")
     add("--max-seconds", default="3600", metavar="N", help="end then, with what was measured (default: 3600)")
     add("--api-key", metavar="KEY", help=f"key for URL (default: the environment's {keys[OURS]})")
@@ -120,9 +122,11 @@ def plan_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.env
         servers[THEIRS] = _server("--against", arguments.against, arguments.against_model or arguments.model, key)
     elif arguments.against_model or arguments.against_api_key:
         raise UsageError("--against-model and --against-api-key need --against")
+    least, most = _range(arguments.prompt_words)
     workload = Workload(
         tokens=_number(arguments, "tokens"),
-        prompt_words=_number(arguments, "prompt_words"),
+        prompt_words=least,
+        most_prompt_words=most,
         extended=not arguments.plain,
     )
     return Plan(
@@ -167,6 +171,17 @@ def _number(arguments: Any, name: str) -> int:
         return _positive(text)
     except ValueError:
         raise UsageError(f"--{name.replace('_', '-')}: {text!r} is not an integer from 1 on") from None
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, dash, most = text.partition("-")
+    try:
+        found = _positive(least), _positive(most if dash else least)
+    except ValueError:
+        raise UsageError(f"--prompt-words: {text!r} is neither an integer from 1 on nor two, such as 70-130") from None
+    if found[0] > found[1]:
+        raise UsageError(f"--prompt-words: {text!r} ends before it begins")
+    return found
 
 
 def _clients(text: str) -> tuple[int, ...]:

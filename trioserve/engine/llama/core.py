@@ -48,6 +48,7 @@ class DecodeCore:
         on_device: whether another device than the CPU does all of the work: ``Context.decode`` returns before it is
             done, and each step ends by setting the next one going.
         bridge: rows that may be spent for nothing to have a gap between sequences closed; see ``_bridges``.
+        most_extra: tokens that may be spent for nothing to have a piece of a prompt as long as another; see ``_level``.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class DecodeCore:
         apart: bool = False,
         on_device: bool = False,
         bridge: int = 0,
+        most_extra: int = 0,
     ) -> None:
         self._context = context
         self._vocabulary = vocabulary
@@ -78,6 +80,7 @@ class DecodeCore:
         self._max_sequences = max_sequences
         self._on_device = on_device
         self._bridge = bridge
+        self._most_extra = most_extra if context.divisible else 0  # what is evaluated for nothing has to be forgotten
         self._flight: list[Flying] | None = None  # what was set going and has not been looked at
         self._apart = apart
         self._prompts_turn = True  # where they go into steps of their own: the last one was of next tokens
@@ -199,10 +202,11 @@ class DecodeCore:
         counts = self._shares(held)
         if not counts:
             return []
-        bridges = self._bridges(counts) if self._bridge else ()
-        flight = self._fill(counts, bridges)
+        extra = self._level(counts) or {}
+        bridges = self._bridges(counts, sum(extra.values())) if self._bridge else ()
+        flight = self._fill(counts, extra, bridges)
         outcome = self._context.decode(self._batch, self._hands(threads))
-        self._take_down(bridges)
+        self._take_down(extra if outcome is Outcome.DONE else (), bridges)
         if outcome is Outcome.INTERRUPTED:
             self._take_back()
             return []
@@ -336,8 +340,8 @@ class DecodeCore:
                 count = len(live.pending)
             elif len(live.pending) <= left or left == all_of_it:
                 count = _piece(len(live.pending), chunk, left, self._grain)
-                if self._apart and any(0 < abs(count - other) < max(self._grain, 2) for other in counts.values()):
-                    continue  # of the longer one, too few tokens would be evaluated alone
+                if count > 1 and self._level({**counts, live: count}) is None:
+                    continue
             else:
                 continue
             if count:
@@ -352,17 +356,48 @@ class DecodeCore:
         """
         return min(share + share // 4, self._chunk, self._batch.capacity - singles)
 
-    def _bridges(self, counts: Mapping[Live, int]) -> list[int]:
+    def _level(self, counts: Mapping[Live, int]) -> dict[Live, int] | None:
+        """Tokens to evaluate for nothing after some pieces of prompts, which makes them as long as longer ones.
+
+        Where sequences have memories apart, llama.cpp evaluates what all of them have, then what the longer ones have
+        beyond that, and so on, and reads all weights each time.
+
+        Arguments:
+            counts: how many tokens each sequence gets.
+
+        Returns:
+            None where the pieces can't go into one step: of a longer one, too few tokens would be evaluated alone.
+        """
+        pieces = sorted((live for live, count in counts.items() if count > 1), key=counts.__getitem__, reverse=True)
+        room = min(self._chunk - sum(counts[live] for live in pieces), self._batch.capacity - sum(counts.values()))
+        extra: dict[Live, int] = {}
+        length = 0
+        for live in pieces:
+            lack = length - counts[live]
+            if 0 < lack <= min(self._most_extra, room, self._n_ctx - len(live.known) - counts[live]):
+                extra[live] = lack
+                room -= lack
+            elif self._apart and 0 < lack < max(self._grain, 2):
+                return None
+            else:
+                length = counts[live]
+        return extra
+
+    def _bridges(self, counts: Mapping[Live, int], extra: int) -> list[int]:
         """Idle sequences between those that get a next token.
 
         A device reads all weights again for each row of numbers without a gap. To evaluate a few tokens more, that
         nobody asks for, is quicker.
+
+        Arguments:
+            counts: how many tokens each sequence gets.
+            extra: tokens that are evaluated for nothing besides.
         """
         single = sorted(live.number for live, count in counts.items() if count == 1)
         if not single or single[-1] - single[0] == len(single) - 1:
             return []
         present = {live.number for live in counts}
-        room = self._batch.capacity - sum(counts.values())
+        room = self._batch.capacity - sum(counts.values()) - extra
         bridges: list[int] = []
         for one, other in pairwise(single):
             gap = [number for number in range(one + 1, other) if number not in present]
@@ -374,14 +409,17 @@ class DecodeCore:
         """Whether a sequence is idle, and one more token fits into it."""
         return number in self._kept and len(self._kept[number]) < self._n_ctx
 
-    def _take_down(self, bridges: Iterable[int]) -> None:
+    def _take_down(self, extra: Iterable[Live], bridges: Iterable[int]) -> None:
         """Free what was evaluated for nothing. A model that can't forget a part of a sequence gets no more of it."""
+        for live in extra:
+            if not self._context.truncate(live.number, len(live.known) + live.offered):
+                raise RuntimeError(f"the context has forgotten sequence {live.number}")
         for number in bridges:
             if not self._context.truncate(number, len(self._kept[number])):
                 self._kept[number] = Kept()
                 self._bridge = 0
 
-    def _fill(self, counts: Mapping[Live, int], bridges: Iterable[int]) -> list[Flying]:
+    def _fill(self, counts: Mapping[Live, int], extra: Mapping[Live, int], bridges: Iterable[int]) -> list[Flying]:
         """Put tokens into the batch. With the last of a sequence's tokens comes a row to choose from.
 
         In rising order of their numbers: where sequences have memories apart, llama.cpp evaluates together what comes
@@ -401,6 +439,8 @@ class DecodeCore:
             live.offered = counts[live]
             complete = live.offered == len(live.pending)
             row = self._batch.append(live.pending[: live.offered], len(live.known), number, output=complete)
+            if more := extra.get(live):
+                self._batch.append((_NOTHING,) * more, len(live.known) + live.offered, number, output=False)
             if complete:
                 flight.append(Flying(live, row, len(flight)))
         return flight
