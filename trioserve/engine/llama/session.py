@@ -36,8 +36,8 @@ little (1.2B in Q8_0, 16 cores); but prompts that differ by less than their cuts
 
 
 GPU_EXTRA = 32
-"""The same on a GPU, where each length takes milliseconds for itself: first tokens came in 0.8 to 0.9 of the time, and with
-96 no sooner (H200, 8B in Q8_0, prompts of 80 to 140 tokens)."""
+"""The same on a GPU, where each length takes milliseconds for itself: first tokens came in 0.8 to 0.9 of the time, and
+with 96 no sooner (H200, 8B in Q8_0, prompts of 80 to 140 tokens)."""
 
 
 GPU_BRIDGE = 8
