@@ -7,10 +7,11 @@ import shutil
 import ssl
 import subprocess
 
+import h2.settings
 import pytest
 import trio
 import trio.testing
-from http_harness import COMPLETIONS, Client, H2Client, completion, connect, expected, running
+from http_harness import COMPLETIONS, Client, H2Client, completion, connect, expected, running, until
 
 from trioserve.config import Config
 from trioserve.errors import ConfigError
@@ -134,13 +135,12 @@ def test_files_that_do_not_go_together_are_refused(certificate, tmp_path, wrong)
 
 async def test_a_send_into_a_connection_that_is_being_closed_meets_a_broken_one():
     """Which Hypercorn expects, and not that somebody else is at the stream."""
-    here, there = trio.socket.socketpair()
-    with there:
-        stream = trio.SocketStream(here)
-        async with BoundedStream(stream, SendLimits(5)) as bounded:
-            with stream._send_conflict_detector, pytest.raises(trio.BrokenResourceError, match="being closed"):
-                await bounded.send_all(b"late")
-            await bounded.send_all(b"in time")
+    async with bounded_pair() as (stream, _), trio.open_nursery() as nursery:
+        nursery.start_soon(stream.send_all, bytes(2**24))
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(trio.BrokenResourceError, match="being closed"):
+            await stream.send_all(b"late")
+        nursery.cancel_scope.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -173,6 +173,64 @@ async def test_what_a_socket_does_not_take_at_once_is_sent_after_it():
         async for piece in peer:
             received += piece
         assert received == data
+
+
+@pytest.mark.parametrize("lasts", [1, 5])
+async def test_a_send_lasts_for_as_long_as_the_peer_takes_something(lasts, mock_clock, monkeypatch):
+    """Which nothing but the length of the queue tells: a buffer can't be written to before a third of it is free."""
+    queue = 10**6
+    monkeypatch.setattr("trioserve.http.listener.untaken", lambda descriptor: queue)
+    async with bounded_pair() as (stream, _), trio.open_nursery() as nursery:
+        broken = []
+
+        async def send():
+            with pytest.raises(trio.BrokenResourceError, match="no data for too long"):
+                await stream.send_all(bytes(2**24))
+            broken.append(trio.current_time())
+
+        nursery.start_soon(send)
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(lasts):
+            queue -= 1
+            mock_clock.jump(20)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not broken
+        mock_clock.jump(20)
+        await trio.testing.wait_all_tasks_blocked()
+        assert broken
+
+
+async def test_what_a_peer_takes_is_told():
+    async with bounded_pair() as (stream, peer):
+        left = stream.send_now(bytes(2**24))
+        before = stream.taken
+        assert before < 2**24 - len(left), "some of it waits"
+        with trio.fail_after(20):
+            while stream.taken == before:
+                await peer.receive_some(2**16)
+        with trio.fail_after(20):
+            while stream.taken < 2**24 - len(left):
+                await peer.receive_some(2**20)
+    assert stream.taken == 2**24 - len(left), "also of one that is closed"
+
+
+async def test_a_client_of_http2_that_leaves_before_the_end_of_its_answer_frees_its_socket_at_once(monkeypatch):
+    closed = []
+    original = BoundedStream.aclose
+
+    async def aclose(self):
+        closed.append(self)
+        await original(self)
+
+    monkeypatch.setattr(BoundedStream, "aclose", aclose)
+    async with running(keep_alive_timeout_ms=600_000) as server:
+        async with await H2Client.open(server.port) as client:
+            client.http.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 50})
+            session = server.service.registry.find(None).pool.slots[0].place.session
+            await client.send(COMPLETIONS, completion(stream=True, max_tokens=7))
+            await until(lambda: len(session.threads) == 7)
+            await trio.testing.wait_all_tasks_blocked()
+        await until(lambda: closed)
 
 
 async def test_nothing_is_sent_into_the_midst_of_what_is_being_sent():

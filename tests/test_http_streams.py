@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -31,8 +32,8 @@ from hypercorn.protocol.h2 import BUFFER_HIGH_WATER
 from hypercorn.trio.worker_context import EventWrapper
 from test_http_disconnect import scope_of
 
-from trioserve.errors import EngineError
-from trioserve.http.exchange import CHUNKS, ClientStalledError, Exchange
+from trioserve.errors import EngineError, ShuttingDownError
+from trioserve.http.exchange import CHUNKS, TAKEN, ClientStalledError, Exchange
 from trioserve.http.listener import BoundedBuffer
 from trioserve.http.sse import DONE, PING, EventStream, frame
 from trioserve.runtime.job import BUFFERED_EVENTS
@@ -110,10 +111,13 @@ async def collected(stream):
 class Wire:
     """What an exchange sends, and when; a send takes as long as it is told."""
 
-    def __init__(self, send_timeout=60.0, silence=15.0, *, chunks=False):
-        scope = {"headers": [], "path": "/", "method": "POST", "http_version": "1.1"}
+    def __init__(self, send_timeout=60.0, silence=15.0, *, chunks=False, tells=False):
+        scope = {"headers": [], "path": "/", "method": "POST", "http_version": "1.1", "extensions": {}}
         if chunks:
-            scope["extensions"] = {CHUNKS: self.take_chunk}
+            scope["extensions"] |= {CHUNKS: self.take_chunk}
+        if tells:
+            scope["extensions"] |= {TAKEN: lambda: self.taken}
+        self.taken = 0
         self.sent, self.chunks, self.seconds = [], [], 0.0
         self.exchange = Exchange(
             scope, None, self.take, send_timeout, silence, lambda: False, witness=Indifferent(), route="/"
@@ -205,6 +209,72 @@ async def test_a_body_that_waits_behind_a_comment_is_bounded_too(chunks, autojum
         await speak_late()
     assert caught.group_contains(ClientStalledError)
     assert trio.current_time() == pytest.approx(20 + 30, abs=0.1)
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+async def test_a_client_that_takes_a_little_all_the_time_is_not_stalled(chunks, autojump_clock):
+    wire = Wire(send_timeout=30, silence=7, chunks=chunks, tells=True)  # looks come more often than it takes something
+
+    async def speak():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wire.exchange.watch)
+            await wire.begin(EVENTS)
+            wire.seconds = math.inf
+            await wire.say(b"long")
+
+    async def take():
+        for _ in range(10):  # the last time after 205 seconds
+            await trio.sleep(20.5)
+            wire.taken += 1
+
+    async def do_both():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take)
+            nursery.start_soon(speak)
+
+    start = trio.current_time()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await do_both()
+    assert caught.group_contains(ClientStalledError)
+    assert 205 + 30 <= trio.current_time() - start <= 205 + 61, "a look may come just before it takes something"
+
+
+async def test_what_was_taken_of_an_earlier_piece_is_no_sign_of_life_in_a_later_one(autojump_clock):
+    wire = Wire(send_timeout=30, silence=math.inf, chunks=True, tells=True)
+
+    async def speak():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wire.exchange.watch)
+            await wire.begin(EVENTS)
+            await wire.say(b"one")
+            wire.taken += 3
+            wire.seconds = math.inf
+            await wire.say(b"two")
+
+    start = trio.current_time()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await speak()
+    assert caught.group_contains(ClientStalledError)
+    assert trio.current_time() - start == pytest.approx(30, abs=0.1)
+
+
+@pytest.mark.parametrize("tells", [False, True])
+async def test_the_last_message_is_bounded_by_whoever_knows_what_is_taken(tells, autojump_clock):
+    wire = Wire(send_timeout=30, tells=tells)
+    wire.exchange._heard_out.set()
+    await wire.begin()
+    wire.seconds = 100
+    with contextlib.nullcontext() if tells else pytest.raises(ClientStalledError):
+        await wire.say(b"", more_body=False)
+
+
+async def test_a_farewell_is_short_also_where_a_server_tells_what_is_taken(autojump_clock):
+    wire = Wire(send_timeout=30, tells=True)
+    wire.exchange._heard_out.set()
+    await wire.begin()
+    wire.seconds, start = math.inf, trio.current_time()
+    await wire.exchange.give_up(ShuttingDownError("over"))
+    assert trio.current_time() - start == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("given_up", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -30,6 +31,10 @@ CHUNKS = "trioserve.chunks"
 """Name of the extension to ASGI by which a piece of a response that goes out in chunks is sent as one, a ``SendChunk``.
 It returns what is to be awaited, where there is something to wait for. The server that offers it frames responses of no
 given length in chunks."""
+
+TAKEN = "trioserve.taken"
+"""Name of the extension to ASGI by which a response learns how many bytes its client has taken so far, a function. The
+server that offers it breaks connections whose clients take nothing for the send timeout."""
 
 _KEY = "trioserve.exchange"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -68,7 +73,8 @@ class Exchange:
         scope: of the ASGI call.
         receive: of the ASGI call.
         send: of the ASGI call.
-        send_timeout: seconds that one message may take to be handed to the transport.
+        send_timeout: seconds for which the client may take nothing of a message; where the server does not tell that,
+            seconds that one may take to be handed to the transport.
         silence: seconds after which ``ping`` is sent in the midst of a response; infinity sends nothing.
         closing: tells whether the connection shall close after this response.
         headers: added to those of the response.
@@ -110,7 +116,11 @@ class Exchange:
         self._heard_out = trio.Event()
         self._raw_receive = receive
         self._raw_send = send
-        self._lent: SendChunk | None = (scope.get("extensions") or {}).get(CHUNKS)
+        extensions = scope.get("extensions") or {}
+        self._lent: SendChunk | None = extensions.get(CHUNKS)
+        self._taken: Callable[[], int] | None = extensions.get(TAKEN)
+        self._had_taken = 0  # by the last look, or when the present send began
+        self._took_at = 0.0  # when a look has found that something was taken since
         self._send_chunk: SendChunk | None = None  # from the head of a response in chunks to its end
         self._send_timeout = send_timeout
         self._closing = closing
@@ -120,6 +130,7 @@ class Exchange:
         self._sent_at = trio.current_time()
         self._watched = False
         self._told_of_stall = False
+        self._leaving = False
         scope[_KEY] = self
 
     @classmethod
@@ -146,7 +157,7 @@ class Exchange:
             self._sent_at = trio.current_time()
             rest = self._send_chunk(message["body"])  # nearly always, for a stream comes here for every token
             if rest is not None:
-                self._sending_since = self._sent_at
+                self._note_sending()
                 try:
                     await rest
                 finally:
@@ -162,7 +173,7 @@ class Exchange:
             with trio.move_on_after(_LINGER_SECONDS):
                 await self._heard_out.wait()
         self.finished = self.finished or last
-        self._sending_since = self._sent_at = trio.current_time()
+        self._sent_at = self._note_sending()
         if self._watched and not last:
             await self._raw_send(message)
         else:
@@ -172,10 +183,25 @@ class Exchange:
     async def _send_in_time(self, message: Message, *, last: bool) -> None:
         # Hypercorn answers the last message with a disconnect, upon which Quart-Trio cancels the very send that
         # delivers it: shielded, or connections would be neither closed nor kept alive as they should.
-        with trio.move_on_after(self._send_timeout, shield=last) as scope:
+        bound = self._send_timeout if self._taken is None or self._leaving else math.inf  # or the server has its own
+        with trio.move_on_after(bound, shield=last) as scope:
             await self._raw_send(message)
         if scope.cancelled_caught:
             raise self._stall()
+
+    def _note_sending(self) -> float:
+        """Note that the client has something to take from now on, and return the time."""
+        self._sending_since = now = trio.current_time()
+        if self._taken is not None:
+            self._had_taken = self._taken()
+        return now
+
+    def _has_taken(self) -> bool:
+        """Whether the client has taken something since the last look, or since the present send began."""
+        had_taken = self._had_taken
+        if self._taken is not None:
+            self._had_taken = self._taken()
+        return self._had_taken > had_taken
 
     def _stall(self) -> ClientStalledError:
         if not self._told_of_stall:
@@ -207,10 +233,12 @@ class Exchange:
     def _look(self, nursery: trio.Nursery) -> float:
         """See to what is due, and return when to look again: no send that begins meanwhile can be too long by then."""
         now = trio.current_time()
-        since = now if self._sending_since is None else self._sending_since
+        since = now if self._sending_since is None else max(self._sending_since, self._took_at)
         if since + self._send_timeout <= now:
-            self.resources.close()
-            raise self._stall()
+            if not self._has_taken():
+                self.resources.close()
+                raise self._stall()
+            self._took_at = since = now
         if now >= self._sent_at + self._silence:
             self._sent_at = now
             if self.ping and self.started and not self.finished:
@@ -219,7 +247,7 @@ class Exchange:
 
     async def _send_ping(self) -> None:
         if self._sending_since is None and not self.finished:
-            self._sending_since = since = trio.current_time()
+            self._sending_since = since = self._note_sending()
             await self._raw_send({"type": "http.response.body", "body": self.ping, "more_body": True})
             if self._sending_since == since:  # or it is the body's own by now
                 self._sending_since = None
@@ -251,6 +279,7 @@ class Exchange:
         """
         if self.finished:
             return
+        self._leaving = True
         self._send_timeout = min(self._send_timeout, _FAREWELL_SECONDS)  # that of the last message stands for itself
         farewell = trio.CancelScope(shield=True, deadline=trio.current_time() + _FAREWELL_SECONDS)
         with farewell, contextlib.suppress(ClientStalledError):

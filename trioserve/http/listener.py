@@ -19,7 +19,7 @@ from typing import Any
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config as HypercornConfig
-from hypercorn.events import Closed, Event, RawData
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, H2Protocol, StreamBuffer
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import EventWrapper, WorkerContext
@@ -27,7 +27,8 @@ from hypercorn.typing import AppWrapper, ConnectionState
 
 from trioserve.config import Config
 from trioserve.errors import ConfigError
-from trioserve.http.exchange import CHUNKS, SendChunk
+from trioserve.http.exchange import CHUNKS, TAKEN, SendChunk
+from trioserve.http.send_queue import untaken
 from trioserve.http.socket_file import check_unused, removed_at_the_end
 
 logger = logging.getLogger("trioserve.http")
@@ -51,7 +52,7 @@ class SendLimits:
     """Bounds the sends of all streams of a server.
 
     Arguments:
-        timeout: seconds that one send may take.
+        timeout: seconds for which a peer may take nothing.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -65,9 +66,14 @@ class SendLimits:
         for scope in self._scopes:
             scope.deadline = min(scope.deadline, deadline)
 
+    @property
+    def over(self) -> bool:
+        """Whether no send may last any longer."""
+        return trio.current_time() >= self._stop_at
+
     @contextlib.contextmanager
     def bound(self) -> Iterator[trio.CancelScope]:
-        """Bound one send."""
+        """Bound the wait of one send."""
         with trio.CancelScope(deadline=min(trio.current_time() + self._timeout, self._stop_at)) as scope:
             self._scopes.add(scope)
             try:
@@ -77,7 +83,9 @@ class SendLimits:
 
 
 class BoundedStream(trio.abc.HalfCloseableStream):
-    """A socket stream whose sends end in time, if need be by breaking the connection.
+    """A socket stream whose sends end when the peer takes nothing for too long, by breaking the connection.
+
+    A peer that takes a little, however slowly, is served to the end.
 
     Arguments:
         stream: of the accepted connection.
@@ -88,7 +96,13 @@ class BoundedStream(trio.abc.HalfCloseableStream):
         self._stream = stream
         self._limits = limits
         self._sending = False
+        self._written = 0
         self.socket = stream.socket
+
+    @property
+    def taken(self) -> int:
+        """Bytes that the peer has taken so far."""
+        return self._written - untaken(self.socket.fileno())
 
     def send_now(self, data: bytes) -> bytes:
         """Send what the socket takes at once, without waiting, and return what is left of it.
@@ -98,24 +112,43 @@ class BoundedStream(trio.abc.HalfCloseableStream):
         if self._sending:
             return data
         try:
-            return data[os.write(self.socket.fileno(), data) :]
+            count = os.write(self.socket.fileno(), data)
         except OSError:  # it takes nothing, or will never again: whoever sends the rest learns which
             return data
+        self._written += count
+        return data[count:]
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send, or break the connection when the peer takes nothing for too long."""
         was_sending, self._sending = self._sending, True
-        with self._limits.bound() as scope:
+        try:
+            with memoryview(data) as rest:
+                sent = 0
+                while sent < len(rest):
+                    sent += await self._send_some(rest[sent:])
+        finally:
+            self._sending = was_sending
+
+    async def _send_some(self, data: memoryview) -> int:
+        """Send as much as the socket takes next, and return how much that is."""
+        while True:
+            taken, count = self.taken, 0
             try:
-                await self._stream.send_all(data)
+                with self._limits.bound():
+                    count = await self.socket.send(data)
             except trio.BusyResourceError:
                 # Hypercorn sends under a lock, and ends the connection without it: the client has left meanwhile.
                 raise trio.BrokenResourceError("the connection is being closed") from None
-            finally:
-                self._sending = was_sending
-        if scope.cancelled_caught:
-            await trio.aclose_forcefully(self._stream)
-            raise trio.BrokenResourceError("the peer took no data for too long")
+            except OSError as error:
+                if self.socket.fileno() < 0:
+                    raise trio.ClosedResourceError("the connection was closed") from None
+                raise trio.BrokenResourceError("the connection is broken") from error
+            if count:
+                self._written += count
+                return count
+            if self._limits.over or self.taken <= taken:
+                await trio.aclose_forcefully(self._stream)
+                raise trio.BrokenResourceError("the peer took no data for too long")
 
     async def wait_send_all_might_not_block(self) -> None:
         """See ``trio.abc.SendStream``."""
@@ -163,9 +196,16 @@ class Connection(TCPServer):
     """Hypercorn's connection, made to end with its client, to fail alone, and to wait for no head for ever."""
 
     _unyielded = 0
+    _has_left = False  # the client
 
     def __init__(self, app: AppWrapper, *args: Any) -> None:
-        super().__init__(partial(_lend, self.send_chunk, app), *args)
+        super().__init__(partial(_lend, self.send_chunk, self.taken, app), *args)
+
+    def taken(self) -> int:
+        """Bytes that the client has taken so far."""
+        stream = getattr(self.stream, "transport_stream", self.stream)
+        assert isinstance(stream, BoundedStream), "the listener accepts no others"
+        return stream.taken
 
     def send_chunk(self, body: bytes) -> Awaitable[None] | None:
         """Send a piece of a response that is on its way in chunks, as h11 would write it.
@@ -192,6 +232,8 @@ class Connection(TCPServer):
         protocol = self.protocol.protocol
         if isinstance(protocol, H2Protocol) and not isinstance(protocol.stream_buffers, _BoundedBuffers):
             protocol.stream_buffers = _BoundedBuffers()
+        if isinstance(event, Updated) and self._has_left:
+            return  # it is idle, and there is nobody to wait for: the timer would hold the socket until it fires
         if not isinstance(event, RawData):
             await super().protocol_send(event)
         elif (rest := self._send(event.data)) is not None:
@@ -239,6 +281,7 @@ class Connection(TCPServer):
                         await self._await_first_request()
             await self.protocol.handle(Closed())
         finally:
+            self._has_left = True
             await self._give_up_sends()
         # The client has gone; the timer for an idle connection would hold the socket until it fires.
         await self.idle_task.stop()
@@ -271,10 +314,15 @@ class Connection(TCPServer):
         handling.deadline = trio.current_time() + LAST_WORDS_SECONDS
 
 
-async def _lend(send_chunk: SendChunk, app: AppWrapper, scope: Any, *args: Any) -> None:
-    """Call an application that may send chunks past Hypercorn, where answers can have some."""
-    if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
-        scope["extensions"][CHUNKS] = send_chunk
+async def _lend(send_chunk: SendChunk, taken: Callable[[], int], app: AppWrapper, scope: Any, *args: Any) -> None:
+    """Call an application that may send chunks past Hypercorn, where answers can have some.
+
+    It may also look at what its client takes, where a connection has one answer at a time.
+    """
+    if scope["type"] == "http" and scope["http_version"] in ("1.0", "1.1"):
+        scope["extensions"][TAKEN] = taken
+        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            scope["extensions"][CHUNKS] = send_chunk
     await app(scope, *args)
 
 
