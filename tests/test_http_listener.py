@@ -175,6 +175,34 @@ async def test_what_a_socket_does_not_take_at_once_is_sent_after_it():
         assert received == data
 
 
+async def test_a_send_says_whether_the_connection_was_closed_here_or_there():
+    async with bounded_pair() as (stream, peer):
+        await trio.aclose_forcefully(peer)
+
+        async def send_on():
+            while True:
+                await stream.send_all(b"x")
+
+        with trio.fail_after(20), pytest.raises(trio.BrokenResourceError, match="is broken"):
+            await send_on()
+        await stream.aclose()
+        for data in (b"x", b""):
+            with pytest.raises(trio.ClosedResourceError):
+                await stream.send_all(data)
+
+
+async def test_a_send_ends_when_the_connection_is_closed_meanwhile():
+    async with bounded_pair() as (stream, _), trio.open_nursery() as nursery:
+
+        async def send():
+            with pytest.raises(trio.ClosedResourceError):
+                await stream.send_all(bytes(2**24))
+
+        nursery.start_soon(send)
+        await trio.testing.wait_all_tasks_blocked()
+        await trio.aclose_forcefully(stream)
+
+
 @pytest.mark.parametrize("lasts", [1, 5])
 async def test_a_send_lasts_for_as_long_as_the_peer_takes_something(lasts, mock_clock, monkeypatch):
     """Which nothing but the length of the queue tells: a buffer can't be written to before a third of it is free."""

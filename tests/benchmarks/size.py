@@ -100,7 +100,7 @@ async def measure_slots(model: Path, slots: int) -> Slots:
     """Keep every slot busy."""
     with serving(str(model), "--slots", str(slots), "--n-ctx", "1024") as (daemon, _):
         idle = memory(daemon.pid)
-        workload = Workload(tokens=ANSWER, prompt_words=16, most_prompt_words=16)
+        workload = Workload(tokens=ANSWER, prompt_words=16)
         target = Target(daemon.url, model.stem)
         await run_load(target, workload, clients=slots, requests=1, first_seed=1)
         answers, seconds = await run_load(target, workload, clients=slots, requests=4, first_seed=100)
@@ -279,7 +279,7 @@ async def measure_connected(model: Path, clients: int) -> Connected:
     arguments = ["--slots", "1", "--n-ctx", "512", "--max-queued-requests", str(clients)]
     with serving(str(model), *arguments) as (daemon, _):
         target = Target(daemon.url, model.stem)
-        workload = Workload(tokens=1, prompt_words=1, most_prompt_words=1)
+        workload = Workload(tokens=1, prompt_words=1)
         await run_load(target, workload, clients=4, requests=2, first_seed=1)
         before = memory(daemon.pid)
         answers, seconds = await run_load(target, workload, clients=clients, requests=1, first_seed=100)

@@ -61,7 +61,8 @@ def body(workload: Workload, model: str, seed: int) -> dict[str, Any]:
         seed: chooses the prompt; equal seeds give equal prompts.
     """
     # The length is drawn apart from the words: prompts of one length are those that they would be without it.
-    length = random.Random(f"length of {seed}").randint(workload.prompt_words, workload.most_prompt_words)
+    most = max(workload.prompt_words, workload.most_prompt_words)
+    length = random.Random(f"length of {seed}").randint(workload.prompt_words, most)
     words = " ".join(random.Random(seed).choices(_VOCABULARY.split(), k=length))
     fields: dict[str, Any] = {
         "model": model,

@@ -45,7 +45,7 @@ class Workload:
     Attributes:
         tokens: of the answer.
         prompt_words: of the prompt, beside a short instruction; the fewest, where prompts differ in length.
-        most_prompt_words: of the longest prompt; as many, where they don't.
+        most_prompt_words: of the longest prompt, where that has more.
         extended: also send the fields beyond OpenAI's that llama.cpp's server and this one know: answers keep their
             full length, and no server answers from a cache.
         timeout: seconds that one read may wait.
@@ -53,7 +53,7 @@ class Workload:
 
     tokens: int = 64
     prompt_words: int = 40
-    most_prompt_words: int = 40
+    most_prompt_words: int = 0
     extended: bool = True
     timeout: float = 600
 
@@ -176,10 +176,10 @@ def _number(arguments: Any, name: str) -> int:
 def _range(text: str) -> tuple[int, int]:
     least, dash, most = text.partition("-")
     try:
-        found = _positive(least), _positive(most if dash else least)
+        found = _positive(least), _positive(most) if dash else 0
     except ValueError:
         raise UsageError(f"--prompt-words: {text!r} is neither an integer from 1 on nor two, such as 70-130") from None
-    if found[0] > found[1]:
+    if dash and found[0] > found[1]:
         raise UsageError(f"--prompt-words: {text!r} ends before it begins")
     return found
 

@@ -90,7 +90,7 @@ def as_json(report: Report) -> str:
         "rounds": plan.rounds,
         "tokens": plan.workload.tokens,
         "prompt_words": plan.workload.prompt_words,
-        "most_prompt_words": plan.workload.most_prompt_words,
+        "most_prompt_words": plan.workload.most_prompt_words or plan.workload.prompt_words,
         "plain": not plan.workload.extended,
         "cut_short": report.cut_short or None,
         "failures": dict(report.failures),

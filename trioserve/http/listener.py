@@ -85,7 +85,7 @@ class SendLimits:
 class BoundedStream(trio.abc.HalfCloseableStream):
     """A socket stream whose sends end when the peer takes nothing for too long, by breaking the connection.
 
-    A peer that takes a little, however slowly, is served to the end.
+    A peer that takes a little all the time is served to the end, as far as the system tells what it takes.
 
     Arguments:
         stream: of the accepted connection.
@@ -112,40 +112,48 @@ class BoundedStream(trio.abc.HalfCloseableStream):
         if self._sending:
             return data
         try:
-            count = os.write(self.socket.fileno(), data)
-        except OSError:  # it takes nothing, or will never again: whoever sends the rest learns which
+            return data[self._write(data) :]
+        except OSError:  # it will never take anything again: whoever sends the rest learns that
             return data
-        self._written += count
-        return data[count:]
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send, or break the connection when the peer takes nothing for too long."""
-        was_sending, self._sending = self._sending, True
+        if self._sending:
+            # Hypercorn sends under a lock, and ends the connection without it: the client has left meanwhile.
+            raise trio.BrokenResourceError("the connection is being closed")
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._sending = True
         try:
             with memoryview(data) as rest:
-                sent = 0
+                sent = self._write(rest)
                 while sent < len(rest):
-                    sent += await self._send_some(rest[sent:])
+                    await self._wait_for_room()
+                    sent += self._write(rest[sent:])
+        except OSError as error:
+            if self.socket.fileno() < 0:
+                raise trio.ClosedResourceError("the connection was closed") from None
+            raise trio.BrokenResourceError("the connection is broken") from error
         finally:
-            self._sending = was_sending
+            self._sending = False
+        await trio.lowlevel.cancel_shielded_checkpoint()
 
-    async def _send_some(self, data: memoryview) -> int:
-        """Send as much as the socket takes next, and return how much that is."""
+    def _write(self, data: bytes | memoryview) -> int:
+        """Send what the socket takes at once, and return how much that is."""
+        try:
+            count = os.write(self.socket.fileno(), data)
+        except BlockingIOError:
+            return 0
+        self._written += count  # before anybody else can look at `taken`
+        return count
+
+    async def _wait_for_room(self) -> None:
         while True:
-            taken, count = self.taken, 0
-            try:
-                with self._limits.bound():
-                    count = await self.socket.send(data)
-            except trio.BusyResourceError:
-                # Hypercorn sends under a lock, and ends the connection without it: the client has left meanwhile.
-                raise trio.BrokenResourceError("the connection is being closed") from None
-            except OSError as error:
-                if self.socket.fileno() < 0:
-                    raise trio.ClosedResourceError("the connection was closed") from None
-                raise trio.BrokenResourceError("the connection is broken") from error
-            if count:
-                self._written += count
-                return count
+            taken, has_room = self.taken, False
+            with self._limits.bound():
+                await trio.lowlevel.wait_writable(self.socket)
+                has_room = True
+            if has_room:
+                return
             if self._limits.over or self.taken <= taken:
                 await trio.aclose_forcefully(self._stream)
                 raise trio.BrokenResourceError("the peer took no data for too long")
