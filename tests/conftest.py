@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from trioserve.config import Config, ModelConfig
+from trioserve.http.listener import BoundedStream
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.model import House, Model
 from trioserve.runtime.residency import Residency
@@ -140,3 +141,17 @@ def eventually():
                 await trio.lowlevel.checkpoint()
 
     return wait
+
+
+@pytest.fixture
+def closed_streams(monkeypatch):
+    """The streams of the listener that were closed, each once."""
+    closed = set()
+    original = BoundedStream.aclose
+
+    async def aclose(self):
+        closed.add(self)
+        await original(self)
+
+    monkeypatch.setattr(BoundedStream, "aclose", aclose)
+    return closed

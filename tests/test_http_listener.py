@@ -242,15 +242,7 @@ async def test_what_a_peer_takes_is_told():
     assert stream.taken == 2**24 - len(left), "also of one that is closed"
 
 
-async def test_a_client_of_http2_that_leaves_before_the_end_of_its_answer_frees_its_socket_at_once(monkeypatch):
-    closed = []
-    original = BoundedStream.aclose
-
-    async def aclose(self):
-        closed.append(self)
-        await original(self)
-
-    monkeypatch.setattr(BoundedStream, "aclose", aclose)
+async def test_a_client_of_http2_that_leaves_before_the_end_of_its_answer_frees_its_socket_at_once(closed_streams):
     async with running(keep_alive_timeout_ms=600_000) as server:
         async with await H2Client.open(server.port) as client:
             client.http.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 50})
@@ -258,7 +250,7 @@ async def test_a_client_of_http2_that_leaves_before_the_end_of_its_answer_frees_
             await client.send(COMPLETIONS, completion(stream=True, max_tokens=7))
             await until(lambda: len(session.threads) == 7)
             await trio.testing.wait_all_tasks_blocked()
-        await until(lambda: closed)
+        await until(lambda: len(closed_streams) == 1)
 
 
 async def test_nothing_is_sent_into_the_midst_of_what_is_being_sent():

@@ -137,21 +137,13 @@ async def test_idle_connections_do_not_delay_the_shutdown(monkeypatch):
 # Hypercorn's connections
 
 
-async def test_a_client_that_closes_an_idle_connection_frees_its_socket_at_once(monkeypatch):
+async def test_a_client_that_closes_an_idle_connection_frees_its_socket_at_once(closed_streams):
     """Hypercorn's timer for idle connections holds them open for as long as the client would have been allowed to."""
-    closed = set()
-    original = BoundedStream.aclose
-
-    async def aclose(self):
-        closed.add(self)
-        await original(self)
-
-    monkeypatch.setattr(BoundedStream, "aclose", aclose)
     async with running(keep_alive_timeout_ms=600_000) as server:
         for path, body in (("/health", None), (COMPLETIONS, completion(stream=True))):
             async with await server.connect() as client:
                 await client.call(path, body)
-        await until(lambda: len(closed) == 2)
+        await until(lambda: len(closed_streams) == 2)
 
 
 async def h2_path_that_is_not_ascii(server):
