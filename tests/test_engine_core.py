@@ -1244,6 +1244,13 @@ class Crowd:
                 assert memory == counted(plan.start, len(memory))
             self._leave(lambda plan, got: got.end is not None)
 
+    def check(self, plans):
+        assert len(self.ended) == len(plans)
+        for plan, got, _ in self.ended:
+            room = min(plan.max_tokens, N_CTX - plan.length)
+            assert got.tokens == counted(plan.start + plan.length, room)[: len(got.tokens)]
+            assert got.end is None or len(got.tokens) == room
+
     def _join(self, now):
         while self.waiting and self.waiting[0].joins_at <= now and len(self.live) < MAX_SEQUENCES:
             plan = self.waiting.pop(0)
@@ -1292,11 +1299,7 @@ extras = st.integers(0, 9)
 def test_next_tokens_and_prompts_that_are_kept_apart_are_answered_the_same(plans, n_batch, chunk, coarse, extra):
     crowd = Crowd(plans, n_batch, min(chunk, n_batch), apart=True, grain=8 if coarse else 1, most_extra=extra)
     crowd.work()
-    assert len(crowd.ended) == len(plans)
-    for plan, got, _ in crowd.ended:
-        room = min(plan.max_tokens, N_CTX - plan.length)
-        assert got.tokens == counted(plan.start + plan.length, room)[: len(got.tokens)]
-        assert got.end is None or len(got.tokens) == room
+    crowd.check(plans)
     for batch in crowd.context.batches:
         counts = collections.Counter(cell.sequence for cell in batch).values()
         assert len({count == 1 for count in counts}) == 1
@@ -1309,11 +1312,7 @@ def test_next_tokens_and_prompts_that_are_kept_apart_are_answered_the_same(plans
 def test_steps_that_set_the_next_one_going_answer_the_same(plans, n_batch, chunk, extra):
     crowd = Crowd(plans, n_batch, min(chunk, n_batch), on_device=True, bridge=2, most_extra=extra)
     crowd.work()
-    assert len(crowd.ended) == len(plans)
-    for plan, got, _ in crowd.ended:
-        room = min(plan.max_tokens, N_CTX - plan.length)
-        assert got.tokens == counted(plan.start + plan.length, room)[: len(got.tokens)]
-        assert got.end is None or len(got.tokens) == room
+    crowd.check(plans)
     assert all(len(batch) <= max(n_batch, 2 * MAX_SEQUENCES) for batch in crowd.context.batches)
 
 

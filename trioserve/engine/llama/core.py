@@ -340,7 +340,7 @@ class DecodeCore:
                 count = len(live.pending)
             elif len(live.pending) <= left or left == all_of_it:
                 count = _piece(len(live.pending), chunk, left, self._grain)
-                if count > 1 and self._level({**counts, live: count}) is None:
+                if self._apart and count > 1 and self._level({**counts, live: count}) is None:
                     continue
             else:
                 continue
@@ -369,6 +369,8 @@ class DecodeCore:
             None where the pieces can't go into one step: of a longer one, too few tokens would be evaluated alone.
         """
         pieces = sorted((live for live, count in counts.items() if count > 1), key=counts.__getitem__, reverse=True)
+        if len(pieces) < 2:
+            return {}  # as in nearly every step
         room = min(self._chunk - sum(counts[live] for live in pieces), self._batch.capacity - sum(counts.values()))
         extra: dict[Live, int] = {}
         length = 0
