@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from trioserve.config import Config, ModelConfig
-from trioserve.http.listener import BoundedStream
+from trioserve.http.bounded_stream import BoundedStream
 from trioserve.runtime.cores import Cores
 from trioserve.runtime.model import House, Model
 from trioserve.runtime.residency import Residency

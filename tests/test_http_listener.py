@@ -15,8 +15,10 @@ from http_harness import COMPLETIONS, Client, H2Client, completion, connect, exp
 
 from trioserve.config import Config
 from trioserve.errors import ConfigError
+from trioserve.http.bounded_stream import BoundedStream, SendLimits
+from trioserve.http.connection import Connection
 from trioserve.http.exchange import CHUNKS
-from trioserve.http.listener import BoundedStream, Connection, SendLimits, bind, url
+from trioserve.http.listener import bind, url
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -207,7 +209,7 @@ async def test_a_send_ends_when_the_connection_is_closed_meanwhile():
 async def test_a_send_lasts_for_as_long_as_the_peer_takes_something(lasts, mock_clock, monkeypatch):
     """Which nothing but the length of the queue tells: a buffer can't be written to before a third of it is free."""
     queue = 10**6
-    monkeypatch.setattr("trioserve.http.listener.untaken", lambda descriptor: queue)
+    monkeypatch.setattr("trioserve.http.bounded_stream.untaken", lambda descriptor: queue)
     async with bounded_pair() as (stream, _), trio.open_nursery() as nursery:
         broken = []
 
@@ -226,6 +228,27 @@ async def test_a_send_lasts_for_as_long_as_the_peer_takes_something(lasts, mock_
         mock_clock.jump(20)
         await trio.testing.wait_all_tasks_blocked()
         assert broken
+
+
+async def test_a_send_ends_a_timeout_after_the_last_look_that_found_something_taken(mock_clock, monkeypatch):
+    queue = 10**6
+    monkeypatch.setattr("trioserve.http.bounded_stream.untaken", lambda descriptor: queue)
+    async with bounded_pair() as (stream, _), trio.open_nursery() as nursery:
+        broken = trio.Event()
+
+        async def send():
+            with pytest.raises(trio.BrokenResourceError, match="no data for too long"):
+                await stream.send_all(bytes(2**24))
+            broken.set()
+
+        nursery.start_soon(send)
+        await trio.testing.wait_all_tasks_blocked()
+        queue -= 1
+        for _ in range(5):  # a quarter of the timeout each
+            assert not broken.is_set()
+            mock_clock.jump(5)
+            await trio.testing.wait_all_tasks_blocked()
+        assert broken.is_set()
 
 
 async def test_what_a_peer_takes_is_told():
@@ -293,7 +316,7 @@ async def test_a_connection_that_is_gone_is_left_to_the_send_that_tells():
 
 
 async def test_a_connection_that_sends_and_sends_lets_others_have_their_turn(monkeypatch):
-    monkeypatch.setattr("trioserve.http.listener.MOST_UNYIELDED", 100)
+    monkeypatch.setattr("trioserve.http.connection.MOST_UNYIELDED", 100)
     async with bounded_pair() as (stream, _):
         connection = Connection(None, None, None, None, stream)
         turns = []

@@ -41,9 +41,10 @@ from trioserve.config import Config
 from trioserve.errors import InvalidRequestError, ServerBusyError
 from trioserve.http import app as app_module
 from trioserve.http.body import decode_object
+from trioserve.http.bounded_stream import BoundedStream, SendLimits
 from trioserve.http.exchange import ClientStalledError
 from trioserve.http.guard import Guard
-from trioserve.http.listener import BoundedStream, SendLimits, hypercorn_config
+from trioserve.http.listener import hypercorn_config
 from trioserve.testing import FakeEngine
 
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

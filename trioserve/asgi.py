@@ -41,6 +41,7 @@ class _Application:
         from trioserve.config import load_config
         from trioserve.errors import TrioserveError
         from trioserve.http.app import create_app
+        from trioserve.http.hypercorn_worker import our_connections
         from trioserve.logs import configure_logging
         from trioserve.service import open_service
 
@@ -54,8 +55,9 @@ class _Application:
             return
         async with open_service(config) as service:
             self._guard = create_app(service)
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
+            with our_connections(receive, config.send_timeout_ms / 1000):
+                await send({"type": "lifespan.startup.complete"})
+                await receive()
             # The server has let its requests finish, or cancelled them, before it says so: this drain is a formality
             # with servers that keep to the specification.
             logger.info("%s", await service.drain())

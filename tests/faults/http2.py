@@ -71,6 +71,14 @@ class H2RawClient:
         self._flush()
         return stream
 
+    def get(self, path: bytes) -> int:
+        """Ask for a path, whatever is in it; return its stream."""
+        stream = self._state.get_next_available_stream_id()
+        pseudo = [(":method", "GET"), (":path", path), (":scheme", "http"), (":authority", "a")]
+        self._state.send_headers(stream, pseudo, end_stream=True)
+        self._flush()
+        return stream
+
     def read_data(self, stream: int, size: int) -> None:
         """Read until so many bytes of a stream have come."""
         while len(self.data[stream]) < size:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from faults.http2 import H2RawClient
 
 from .client import (
     COMPLETIONS,
@@ -74,6 +75,19 @@ def test_leaving_frees_the_slot(hypercorn, client, stream):
             raw.read_events(3)
     wait_idle(client, 3)
     assert ask(client, exactly(2)).usage["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_connection_on_which_hypercorn_fails_ends_nothing_else(worker):
+    with Hypercorn(*WORKERS[worker], env=SETTINGS) as process, http(process.url) as client:
+        with client.stream("POST", COMPLETIONS, json=exactly(200, stream=True)) as response:
+            events = each_event(response)
+            next(events)
+            with H2RawClient(process.port) as attacker:
+                attacker.get(b"/\xff")
+                process.wait_for_log("UnicodeDecodeError")
+            assert list(events)[-1] == "[DONE]"
+        assert ask(client, exactly(2)).usage["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize("worker", WORKERS)

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -41,6 +41,8 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _FAREWELL_SECONDS = 1.0
 _LINGER_SECONDS = 0.5
 _LENIENCE_SECONDS = 0.05
+_PIECE_BYTES = 16384
+_LOOKS = 4  # in each send timeout, at what the client has taken: it is known that much later
 RETRY_AFTER = {"server_busy": b"1", "shutting_down": b"5", "model_load_failed": b"5", "insufficient_memory": b"5"}
 
 
@@ -74,7 +76,7 @@ class Exchange:
         receive: of the ASGI call.
         send: of the ASGI call.
         send_timeout: seconds for which the client may take nothing of a message; where the server does not tell that,
-            seconds that one may take to be handed to the transport.
+            seconds that 16 KiB may take to be handed to the transport.
         silence: seconds after which ``ping`` is sent in the midst of a response; infinity sends nothing.
         closing: tells whether the connection shall close after this response.
         headers: added to those of the response.
@@ -162,7 +164,14 @@ class Exchange:
                     await rest
                 finally:
                     self._sending_since = None
-            return
+        elif self._taken is None and len(message.get("body", b"")) > _PIECE_BYTES:
+            # A slow client's whole message may take any time, and that of a piece is all that can be seen of it.
+            for piece in _pieces(message):
+                await self._send_message(piece)
+        else:
+            await self._send_message(message)
+
+    async def _send_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._begin(message)
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -234,16 +243,17 @@ class Exchange:
         """See to what is due, and return when to look again: no send that begins meanwhile can be too long by then."""
         now = trio.current_time()
         since = now if self._sending_since is None else max(self._sending_since, self._took_at)
-        if since + self._send_timeout <= now:
-            if not self._has_taken():
-                self.resources.close()
-                raise self._stall()
+        if self._sending_since is not None and self._has_taken():
             self._took_at = since = now
+        if since + self._send_timeout <= now:
+            self.resources.close()
+            raise self._stall()
         if now >= self._sent_at + self._silence:
             self._sent_at = now
             if self.ping and self.started and not self.finished:
                 nursery.start_soon(self._send_ping)
-        return min(self._sent_at + self._silence, since + self._send_timeout + _LENIENCE_SECONDS)
+        next_look = math.inf if self._taken is None else now + self._send_timeout / _LOOKS
+        return min(self._sent_at + self._silence, since + self._send_timeout + _LENIENCE_SECONDS, next_look)
 
     async def _send_ping(self) -> None:
         if self._sending_since is None and not self.finished:
@@ -310,6 +320,14 @@ class Exchange:
 
 class ClientStalledError(Exception):
     """The client has stopped reading."""
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    """The messages of a body in pieces."""
+    body = message["body"]
+    for end in range(_PIECE_BYTES, len(body), _PIECE_BYTES):
+        yield {**message, "body": body[end - _PIECE_BYTES : end], "more_body": True}
+    yield {**message, "body": body[end:]}
 
 
 def _request_id(headers: Iterable[Header]) -> str:
