@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import ssl
 
@@ -68,7 +69,11 @@ class Application:
 
     async def _live(self, receive, send):
         await receive()
-        ours = contextlib.nullcontext() if self._send_timeout is None else our_connections(receive, self._send_timeout)
+        ours = (
+            contextlib.nullcontext()
+            if self._send_timeout is None
+            else our_connections(receive, self._send_timeout, self)
+        )
         with ours:
             await send({"type": "lifespan.startup.complete"})
             await receive()
@@ -115,7 +120,7 @@ async def test_under_another_server_nothing_is_changed():
     async def receive():
         raise AssertionError("nobody asks")
 
-    with our_connections(receive, 1):
+    with our_connections(receive, 1, None):
         assert hypercorn.trio.run.TCPServer is TCPServer
 
 
@@ -131,6 +136,50 @@ async def test_who_wraps_the_lifespan_keeps_hypercorns():
     async with worker(around) as (port, _):
         assert await look(port) == b"here"
         assert not app.has_ours
+
+
+async def test_middleware_sees_all_that_is_sent_and_can_copy_the_scope():
+    app = Application(3600)
+
+    async def around(scope, receive, send):
+        await app(scope if scope["type"] == "lifespan" else copy.deepcopy(scope), receive, send)
+
+    async with worker(around) as (port, _):
+        assert hypercorn.trio.run.TCPServer is not TCPServer
+        assert await look(port) == b"here"
+        assert not {TAKEN, CHUNKS} & set(app.scopes[-1]["extensions"])
+
+
+async def test_lifespans_may_end_in_any_order():
+    first, second = Application(3600), Application(3600)
+    async with trio.open_nursery() as nursery:
+        ports, stops = {}, {}
+
+        async def serve(app, *, task_status):
+            async with worker(app) as (port, stop):
+                ports[app], stops[app] = port, stop
+                task_status.started()
+                await stop.wait()
+
+        await nursery.start(serve, first)
+        await nursery.start(serve, second)
+        stops[first].set()
+        await until(lambda: len(nursery.child_tasks) == 1)
+        assert await look(ports[second]) == b"here"
+        assert second.has_ours
+        stops[second].set()
+    assert hypercorn.trio.run.TCPServer is TCPServer
+
+
+async def test_a_connection_that_has_ended_well_stops_no_sends():
+    app = Application(3600)
+    async with worker(app) as (port, stop):
+        await look(port)
+        async with await unread(port):
+            await until(lambda: app.has_sent_for(0.5))
+            assert app.calls == 1
+            stop.set()
+            await until(lambda: app.calls == 0)
 
 
 async def test_a_connection_that_fails_does_not_end_the_worker():

@@ -239,26 +239,6 @@ async def test_a_client_that_takes_a_little_all_the_time_is_not_stalled(chunks, 
     assert 205 + 30 <= trio.current_time() - start <= 205 + 38, "looks are 7.5 seconds apart"
 
 
-@pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("size", [16384, 16385, 100_000])
-async def test_where_nobody_tells_what_is_taken_a_client_has_the_time_for_each_16_kib(size, watched, autojump_clock):
-    wire, body = Wire(send_timeout=30), bytes(range(256)) * (size // 256) + bytes(size % 256)
-    wire.exchange._heard_out.set()
-    async with trio.open_nursery() as nursery:
-        if watched:
-            nursery.start_soon(wire.exchange.watch)
-            await trio.testing.wait_all_tasks_blocked()
-        await wire.begin()
-        wire.seconds = 29
-        await wire.say(body)
-        await wire.say(body, more_body=False)
-        nursery.cancel_scope.cancel()
-    pieces = [part for _, part in wire.sent]
-    assert b"".join(pieces) == 2 * body
-    assert max(map(len, pieces)) <= 16384
-    assert min(map(len, pieces)) > 0
-
-
 async def test_what_was_taken_of_an_earlier_piece_is_no_sign_of_life_in_a_later_one(autojump_clock):
     wire = Wire(send_timeout=30, silence=math.inf, chunks=True, tells=True)
 

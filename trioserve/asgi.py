@@ -25,7 +25,8 @@ Send = Callable[[Any], Awaitable[None]]
 class _Application:
     """The Trio side: a service that is open from lifespan start-up to shutdown."""
 
-    def __init__(self) -> None:
+    def __init__(self, outermost: object) -> None:
+        self._outermost = outermost
         self._guard: Guard | None = None
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -55,7 +56,7 @@ class _Application:
             return
         async with open_service(config) as service:
             self._guard = create_app(service)
-            with our_connections(receive, config.send_timeout_ms / 1000):
+            with our_connections(receive, config.send_timeout_ms / 1000, self._outermost):
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
             # The server has let its requests finish, or cancelled them, before it says so: this drain is a formality
@@ -75,7 +76,7 @@ class Application:
         if self._bridge is None:
             from trioserve.http.bridge import Bridge
 
-            self._bridge = Bridge(_Application())
+            self._bridge = Bridge(_Application(self))
         if scope["type"] == "lifespan":
             _leave_sigterm_to_the_parent()
         await self._bridge(scope, receive, send)

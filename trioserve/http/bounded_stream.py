@@ -28,7 +28,7 @@ class SendLimits:
 
     def stop_at(self, deadline: float) -> None:
         """Let no send, present or future, last longer than until then."""
-        self._stop_at = deadline
+        self._stop_at = min(self._stop_at, deadline)
         for scope in self._scopes:
             scope.deadline = min(scope.deadline, deadline)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -67,13 +69,13 @@ class Connection(TCPServer):
     _unyielded = 0
     _has_left = False  # the client
 
-    def __init__(self, app: AppWrapper, *args: Any) -> None:
-        super().__init__(partial(_lend, self.send_chunk, self.taken, app), *args)
+    def __init__(self, app: AppWrapper, *args: Any, lends: bool = True) -> None:
+        super().__init__(partial(_lend, self.send_chunk, self.taken, app) if lends else app, *args)
 
     def taken(self) -> int:
         """Bytes that the client has taken so far."""
         stream = getattr(self.stream, "transport_stream", self.stream)
-        assert isinstance(stream, BoundedStream), "the listener accepts no others"
+        assert isinstance(stream, BoundedStream), "no others are served"
         return stream.taken
 
     def send_chunk(self, body: bytes) -> Awaitable[None] | None:
@@ -94,7 +96,8 @@ class Connection(TCPServer):
         except* Exception as error:
             # Hypercorn raises on some input, such as an HTTP/2 path that is not ASCII. Left alone, that would end all
             # other connections with this one.
-            logger.warning("connection failed", exc_info=error)
+            # Their messages may hold bytes of the client's: keys and prompts.
+            logger.warning("connection failed: %s", ", ".join(_kinds(error)))
 
     async def protocol_send(self, event: Event) -> None:
         """Send, and on HTTP/2 see before the first byte, so before the first stream, that its buffers are bounded."""
@@ -183,6 +186,16 @@ class Connection(TCPServer):
                     received = bytes(await self.stream.receive_some(RECEIVE_BYTES))
                 await ahead.send(received)
         handling.deadline = trio.current_time() + LAST_WORDS_SECONDS
+
+
+def _kinds(error: BaseException) -> Iterator[str]:
+    """Of the exceptions in a group, and where each of them was raised."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _kinds(inner)
+    else:
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        yield f"{type(error).__name__} in {frame.name}, {Path(frame.filename).name}:{frame.lineno}"
 
 
 async def _lend(send_chunk: SendChunk, taken: Callable[[], int], app: AppWrapper, scope: Any, *args: Any) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -41,7 +41,6 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _FAREWELL_SECONDS = 1.0
 _LINGER_SECONDS = 0.5
 _LENIENCE_SECONDS = 0.05
-_PIECE_BYTES = 16384
 _LOOKS = 4  # in each send timeout, at what the client has taken: it is known that much later
 RETRY_AFTER = {"server_busy": b"1", "shutting_down": b"5", "model_load_failed": b"5", "insufficient_memory": b"5"}
 
@@ -76,7 +75,7 @@ class Exchange:
         receive: of the ASGI call.
         send: of the ASGI call.
         send_timeout: seconds for which the client may take nothing of a message; where the server does not tell that,
-            seconds that 16 KiB may take to be handed to the transport.
+            seconds that one may take to be handed to the transport.
         silence: seconds after which ``ping`` is sent in the midst of a response; infinity sends nothing.
         closing: tells whether the connection shall close after this response.
         headers: added to those of the response.
@@ -164,14 +163,7 @@ class Exchange:
                     await rest
                 finally:
                     self._sending_since = None
-        elif self._taken is None and len(message.get("body", b"")) > _PIECE_BYTES:
-            # A slow client's whole message may take any time, and that of a piece is all that can be seen of it.
-            for piece in _pieces(message):
-                await self._send_message(piece)
-        else:
-            await self._send_message(message)
-
-    async def _send_message(self, message: Message) -> None:
+            return
         if message["type"] == "http.response.start":
             self._begin(message)
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -320,14 +312,6 @@ class Exchange:
 
 class ClientStalledError(Exception):
     """The client has stopped reading."""
-
-
-def _pieces(message: Message) -> Iterator[Message]:
-    """The messages of a body in pieces."""
-    body = message["body"]
-    for end in range(_PIECE_BYTES, len(body), _PIECE_BYTES):
-        yield {**message, "body": body[end - _PIECE_BYTES : end], "more_body": True}
-    yield {**message, "body": body[end:]}
 
 
 def _request_id(headers: Iterable[Header]) -> str:

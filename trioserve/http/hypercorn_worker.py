@@ -8,11 +8,13 @@ for the class of its connections, but looks the name up in its module after the 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import trio
+from hypercorn.trio import run
+from hypercorn.trio.lifespan import Lifespan
+from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.typing import AppWrapper
 
 from trioserve.http.bounded_stream import BoundedStream, SendLimits
@@ -23,7 +25,7 @@ CLOSING_SECONDS = 0.15
 
 
 @contextlib.contextmanager
-def our_connections(receive: object, send_timeout: float) -> Iterator[None]:
+def our_connections(receive: object, send_timeout: float, application: object) -> Iterator[None]:
     """Have Hypercorn's Trio worker serve an application over our connections, and any other one as it would.
 
     To be entered in the application's lifespan, before the end of its start is said. Without effect under other
@@ -32,24 +34,33 @@ def our_connections(receive: object, send_timeout: float) -> Iterator[None]:
     Arguments:
         receive: of the lifespan's ASGI call.
         send_timeout: seconds for which a client may take nothing.
+        application: where the worker serves this one itself, its connections lend it their extensions. Middleware in
+            between would not see what goes past it.
     """
-    worker = sys.modules.get("hypercorn.trio.run")  # nobody who needs it has it only later
     lifespan = getattr(receive, "__self__", None)
-    if worker is None or not isinstance(lifespan, worker.Lifespan):
+    if not isinstance(lifespan, Lifespan):
         yield
         return
-    theirs, limits = worker.TCPServer, SendLimits(send_timeout)
-
-    def connection(app: AppWrapper, *args: Any) -> Any:
-        if app is not lifespan.app:
-            return theirs(app, *args)
-        return WorkerConnection(limits, app, *args)
-
-    worker.TCPServer = connection  # type: ignore[attr-defined]
+    app = lifespan.app
+    _served[app] = SendLimits(send_timeout), getattr(app, "app", None) is application
+    _worker.TCPServer = _make_connection
     try:
         yield
     finally:
-        worker.TCPServer = theirs  # type: ignore[attr-defined]
+        del _served[app]
+        if not _served:
+            _worker.TCPServer = TCPServer
+
+
+_worker: Any = run
+_served: dict[AppWrapper, tuple[SendLimits, bool]] = {}  # lifespans may overlap, and end in any order
+
+
+def _make_connection(app: AppWrapper, *args: Any) -> Any:
+    if app not in _served:
+        return TCPServer(app, *args)
+    limits, lends = _served[app]
+    return WorkerConnection(limits, lends, app, *args)
 
 
 class WorkerConnection(Connection):
@@ -57,12 +68,13 @@ class WorkerConnection(Connection):
 
     Arguments:
         limits: shared by all connections of the worker.
+        lends: whether the application gets the extensions.
         args: of Hypercorn's connection: what it serves, and at last the accepted stream.
     """
 
-    def __init__(self, limits: SendLimits, *args: Any) -> None:
+    def __init__(self, limits: SendLimits, lends: bool, *args: Any) -> None:
         *others, stream = args
-        super().__init__(*others, _bounded(stream, limits))
+        super().__init__(*others, _bounded(stream, limits), lends=lends)
         self._limits = limits
         self._is_over = False
 
