@@ -11,7 +11,8 @@ import trio
 
 from trioserve.http.send_queue import untaken
 
-_LOOKS = 4  # in each timeout, at what the peer has taken: it is known that much later
+LOOKS = 4
+"""How often in each timeout it is looked what the peer has taken: it is known that much later."""
 
 
 class SendLimits:
@@ -40,7 +41,7 @@ class SendLimits:
     @contextlib.contextmanager
     def bound(self) -> Iterator[trio.CancelScope]:
         """Bound a wait of a send: until it is time for a look at what was taken, or no send may last any longer."""
-        with trio.CancelScope(deadline=min(trio.current_time() + self.timeout / _LOOKS, self._stop_at)) as scope:
+        with trio.CancelScope(deadline=min(trio.current_time() + self.timeout / LOOKS, self._stop_at)) as scope:
             self._scopes.add(scope)
             try:
                 yield scope

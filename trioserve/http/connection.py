@@ -194,8 +194,9 @@ def _kinds(error: BaseException) -> Iterator[str]:
         for inner in error.exceptions:
             yield from _kinds(inner)
     else:
-        *_, frame = traceback.extract_tb(error.__traceback__)
-        yield f"{type(error).__name__} in {frame.name}, {Path(frame.filename).name}:{frame.lineno}"
+        frames = traceback.extract_tb(error.__traceback__)[-1:]  # none where it was never raised itself
+        places = [f" in {frame.name}, {Path(frame.filename).name}:{frame.lineno}" for frame in frames]
+        yield "".join([type(error).__name__, *places])
 
 
 async def _lend(send_chunk: SendChunk, taken: Callable[[], int], app: AppWrapper, scope: Any, *args: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import trio
 
 from trioserve.errors import TrioserveError
+from trioserve.http.bounded_stream import LOOKS
 from trioserve.http.dialect import dialect_of
 from trioserve.http.routing import UNMATCHED
 from trioserve.http.trace import trace_of
@@ -41,7 +42,6 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _FAREWELL_SECONDS = 1.0
 _LINGER_SECONDS = 0.5
 _LENIENCE_SECONDS = 0.05
-_LOOKS = 4  # in each send timeout, at what the client has taken: it is known that much later
 RETRY_AFTER = {"server_busy": b"1", "shutting_down": b"5", "model_load_failed": b"5", "insufficient_memory": b"5"}
 
 
@@ -244,7 +244,7 @@ class Exchange:
             self._sent_at = now
             if self.ping and self.started and not self.finished:
                 nursery.start_soon(self._send_ping)
-        next_look = math.inf if self._taken is None else now + self._send_timeout / _LOOKS
+        next_look = math.inf if self._taken is None else now + self._send_timeout / LOOKS
         return min(self._sent_at + self._silence, since + self._send_timeout + _LENIENCE_SECONDS, next_look)
 
     async def _send_ping(self) -> None:
